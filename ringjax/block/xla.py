@@ -1,0 +1,339 @@
+"""The rows of a branch against each other in plain XLA: a scan-based online softmax, forward and backward.
+
+Legend: ``Z`` segments of the batch, ``m`` rows, ``r`` rate, ``K`` key/value heads, ``G`` query heads per key/value
+head, ``H`` head dim. A *task* is one head in `num` segments; its query rows stand as (m * G, H), row-major, so that
+a group shares its keys in one matrix multiply. One task's rows are gathered at a time, and the order of work is
+
+    for each task:  for each query block:  for each key block that it sees:  step
+
+Blocks that causality masks altogether are never stepped on. Along the diagonal (`sizes.diagonal`), step ``j`` leaves out
+the query rows before its keys, so only half of a square per step is wasted:
+
+    rows of the block   step 0  1  2  3
+    0                        \\
+    1                        #  \\
+    2                        #  #  \\
+    3                        #  #  #  \\
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ringjax import softmax
+from ringjax.block.sizes import BlockSizes
+from ringjax.indices import BranchTable
+from ringjax.select import Box
+from ringjax.softmax import Partial
+
+State = TypeVar("State")
+_TASK_ROWS = 2048  # short segments are taken together up to about this many query rows
+
+
+class Grads(NamedTuple):
+    """Gradients of query, key and value, as views of a branch."""
+
+    query: Array
+    key: Array
+    value: Array
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockOptions:
+    """What both passes need to know besides arrays and table."""
+
+    is_causal: bool
+    scale: float
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    ids: Array | None,
+    prior: Partial,
+    table: BranchTable,
+    options: BlockOptions,
+    *,
+    keep_rows: bool,
+) -> tuple[Partial, Array | None]:
+    """Merges a branch into `prior`.
+
+    Args:
+        q: Queries (Z, m, r, K, G, H).
+        k, v: Keys and values (Z, m, r, K, H).
+        ids: Segment ids (Z, m, r) or None.
+        prior: Partial of earlier branches, as views (Z, m, r, K, G, H) and (Z, m, r, K, G).
+        table: The branch.
+        options: Mask and scale.
+        keep_rows: Whether to return the branch's own output rows too.
+
+    Returns:
+        The merged partial, and the branch's own rows (Z, m, 1, heads, G, H) or None.
+    """
+    group, dim = q.shape[4:]
+    rows = jnp.zeros((*q.shape[:2], 1, table.num_heads, group, dim), q.dtype) if keep_rows else None
+
+    def task(carry: tuple[Partial, Array | None], box: Box, own: Box, counts: Array) -> tuple[Partial, Array | None]:
+        merged, rows = carry
+        attend = functools.partial(_attend, walk=_Walk(table, group, options.is_causal))
+        part = _over_segments(attend, *_gather(q, k, v, ids, merged.lse.dtype, box, table, options), counts)
+        part = Partial(*(_cropped(x, table, group) for x in part))
+        new = softmax.merge(Partial(box.read(merged.out), box.read(merged.lse)), part)
+        merged = Partial(box.write(merged.out, new.out), box.write(merged.lse, new.lse))
+        return merged, None if rows is None else own.write(rows, part.out.astype(rows.dtype))
+
+    return _over_tasks(task, (prior, rows), q.shape[0], table, group)
+
+
+def backward(
+    q: Array,
+    k: Array,
+    v: Array,
+    ids: Array | None,
+    out: Array,
+    lse: Array,
+    dout: Array,
+    prior: Grads,
+    table: BranchTable,
+    options: BlockOptions,
+    *,
+    own_rows: bool,
+) -> Grads:
+    """Adds a branch's gradients to `prior`, from the joint softmax.
+
+    Args:
+        q, k, v, ids, table, options: As for `forward`.
+        out: The joint output, a view like `q`; with `own_rows` the branch's own rows, as `forward` keeps them
+            (the gradient is then that of constant mixing weights).
+        lse: The joint log-sum-exp (Z, m, r, K, G), +inf for empty rows.
+        dout: The cotangent, a view like `q`.
+        prior: Gradients of earlier branches, views like `q`, `k` and `v`.
+        own_rows: What `out` is.
+
+    Returns:
+        `prior` plus this branch's gradients.
+    """
+    group = q.shape[4]
+
+    def task(grads: Grads, box: Box, own: Box, counts: Array) -> Grads:
+        gradients = functools.partial(_gradients, walk=_Walk(table, group, options.is_causal))
+        dout_rows = box.read(dout).astype(lse.dtype)
+        delta = jnp.sum(dout_rows * (own if own_rows else box).read(out).astype(lse.dtype), axis=-1)
+        rows = _gather(q, k, v, ids, lse.dtype, box, table, options)
+        joint = (_padded(dout_rows, table), _padded(box.read(lse), table, jnp.inf), _padded(delta, table))
+        dq, dk, dv = _over_segments(gradients, *rows, counts, *joint)
+        dq = _cropped(dq, table, group) * options.scale
+        new = Grads(dq, dk[:, : table.rows], dv[:, : table.rows])
+        return Grads(*(box.write(old, box.read(old) + x) for old, x in zip(grads, new, strict=True)))
+
+    return _over_tasks(task, prior, q.shape[0], table, group)
+
+
+def _attend(q: Array, k: Array, v: Array, ids: Array | None, count: Array, *, walk: _Walk) -> Partial:
+    """One head in one segment: q (M, H) already scaled, k and v (S, H), both padded to whole blocks."""
+
+    def block(whole: Partial, index: Array | int) -> Partial:
+        q_block = walk.query_block(q, index)
+
+        def step(state: softmax.Running, keys: _Keys) -> softmax.Running:
+            first = keys.first_row * walk.group
+            scores = _dot(q_block[first:], walk.key_block(k, keys), 1, 1)
+            mask = walk.mask(ids, count, index, keys)
+            if mask is not None:
+                scores = jnp.where(mask, scores, -jnp.inf)
+            rest, weights = softmax.rescale(softmax.Running(*(x[first:] for x in state)), scores)
+            weights = lax.optimization_barrier(weights)  # one pass of exp, read by the sum and by the multiply
+            acc = rest.acc + _dot(weights, walk.key_block(v, keys), 1, 0)
+            rest = softmax.Running(acc, rest.peak, rest.total + weights.sum(axis=1))
+            return softmax.Running(*(_replaced(x, y, first) for x, y in zip(state, rest, strict=True)))
+
+        state = walk.over_keys(step, softmax.start(*q_block.shape, q.dtype), index, count)
+        part = softmax.finish(state)
+        return Partial(*(walk.with_query_block(x, y, index) for x, y in zip(whole, part, strict=True)))
+
+    return walk.over_queries(block, softmax.empty(q.shape, q.dtype), count)
+
+
+def _gradients(
+    q: Array, k: Array, v: Array, ids: Array | None, count: Array, dout: Array, lse: Array, delta: Array, *, walk: _Walk
+) -> tuple[Array, Array, Array]:
+    """Gradients of one head in one segment, (M, H), (S, H) and (S, H).
+
+    dk and dv are summed transposed: XLA:CPU multiplies (H, M) by (M, S) twice as fast as (S, M) by (M, H).
+    """
+
+    def block(grads: tuple[Array, Array, Array], index: Array | int) -> tuple[Array, Array, Array]:
+        q_block, dout_block, lse_block, delta_block = (walk.query_block(x, index) for x in (q, dout, lse, delta))
+
+        def step(state: tuple[Array, Array, Array], keys: _Keys) -> tuple[Array, Array, Array]:
+            dq, dk, dv = state
+            first = keys.first_row * walk.group
+            q_rows, dout_rows = q_block[first:], dout_block[first:]
+            k_block, v_block = walk.key_block(k, keys), walk.key_block(v, keys)
+            probs = jnp.exp(_dot(q_rows, k_block, 1, 1) - lse_block[first:, None])
+            mask = walk.mask(ids, count, index, keys)
+            if mask is not None:
+                probs = jnp.where(mask, probs, 0)
+            probs = lax.optimization_barrier(probs)
+            dscores = probs * (_dot(dout_rows, v_block, 1, 1) - delta_block[first:, None])
+            dq = _replaced(dq, dq[first:] + _dot(dscores, k_block, 1, 0), first)
+            return dq, walk.add_keys(dk, _dot(q_rows, dscores, 0, 0), keys), walk.add_keys(dv, _dot(dout_rows, probs, 0, 0), keys)
+
+        dq, dk, dv = grads
+        dq_block, dk, dv = walk.over_keys(step, (jnp.zeros_like(q_block), dk, dv), index, count)
+        return walk.with_query_block(dq, dq_block, index), dk, dv
+
+    dq, dk, dv = walk.over_queries(block, (jnp.zeros_like(q), jnp.zeros_like(k.T), jnp.zeros_like(v.T)), count)
+    return dq, dk.T, dv.T
+
+
+class _Keys(NamedTuple):
+    """A block of keys in a step: `size` of them from `start`, met by the query rows from `first_row` on."""
+
+    start: Array | int
+    size: int
+    first_row: int = 0
+    is_diagonal: bool = False
+    is_last: bool = False  # may hold rows past the end of the segment
+
+
+class _Walk:
+    """The order in which one segment's blocks meet, the same forward and backward."""
+
+    def __init__(self, table: BranchTable, group: int, is_causal: bool):
+        self.sizes: BlockSizes = table.sizes
+        self.blocks = table.sizes.padded(table.rows) // table.sizes.query
+        self.group, self.is_causal, self.is_ragged = group, is_causal, table.is_ragged
+
+    def over_queries(self, block: Callable[[State, Array | int], State], state: State, count: Array) -> State:
+        """Runs `block` on each query block that has rows."""
+        if self.blocks == 1:
+            return block(state, 0)
+        return lax.fori_loop(0, _ceil_div(count, self.sizes.query), lambda i, s: block(s, i), state)
+
+    def over_keys(self, step: Callable[[State, _Keys], State], state: State, index: Array | int, count: Array) -> State:
+        """Runs `step` on each key block that query block `index` sees."""
+        query, key, diagonal = self.sizes.query, self.sizes.key, self.sizes.diagonal
+        if self.is_causal:
+            if self.blocks > 1:
+                state = lax.fori_loop(0, index * (query // key), lambda j, s: step(s, _Keys(j * key, key)), state)
+            for row in range(0, query, diagonal):
+                state = step(state, _Keys(index * query + row, diagonal, first_row=row, is_diagonal=True))
+            return state
+        if self.blocks == 1 and query == key:
+            return step(state, _Keys(0, key, is_last=self.is_ragged))
+        whole = count // key if self.is_ragged else self.blocks * (query // key)
+        state = lax.fori_loop(0, whole, lambda j, s: step(s, _Keys(j * key, key)), state)
+        if self.is_ragged:
+            last = lambda j, s: step(s, _Keys(j * key, key, is_last=True))  # noqa: E731
+            state = lax.fori_loop(whole, _ceil_div(count, key), last, state)
+        return state
+
+    def mask(self, ids: Array | None, count: Array, index: Array | int, keys: _Keys) -> Array | None:
+        """Which rows (M, S) of a step see which keys; None if all see all.
+
+        A causal diagonal needs no bound: keys past the end are seen by rows past the end only, which nobody reads.
+        """
+        rows = self.sizes.query - keys.first_row
+        row = lax.broadcasted_iota(jnp.int32, (rows * self.group, keys.size), 0) // self.group
+        column = lax.broadcasted_iota(jnp.int32, (rows * self.group, keys.size), 1)
+        mask = None
+        if keys.is_diagonal:
+            mask = column <= row
+        elif keys.is_last:
+            mask = column < count - keys.start
+        if ids is not None:
+            mine = lax.dynamic_slice_in_dim(ids, index * self.sizes.query + keys.first_row, rows)
+            mine = jnp.repeat(mine, self.group)[:, None]
+            same = (mine == lax.dynamic_slice_in_dim(ids, keys.start, keys.size)[None, :]) & (mine >= 0)
+            mask = same if mask is None else mask & same
+        return mask
+
+    def query_block(self, x: Array, index: Array | int) -> Array:
+        size = self.sizes.query * self.group
+        return lax.dynamic_slice_in_dim(x, index * size, size)
+
+    def with_query_block(self, x: Array, block: Array, index: Array | int) -> Array:
+        return lax.dynamic_update_slice_in_dim(x, block, index * self.sizes.query * self.group, axis=0)
+
+    def key_block(self, x: Array, keys: _Keys) -> Array:
+        return lax.dynamic_slice_in_dim(x, keys.start, keys.size)
+
+    def add_keys(self, transposed: Array, block: Array, keys: _Keys) -> Array:
+        old = lax.dynamic_slice_in_dim(transposed, keys.start, keys.size, axis=1)
+        return lax.dynamic_update_slice_in_dim(transposed, old + block, keys.start, axis=1)
+
+
+def _over_tasks(task: Callable[..., State], state: State, segments: int, table: BranchTable, group: int) -> State:
+    """Runs ``task(state, box, own_box, counts)`` on every head of the branch in every segment of the batch."""
+    num = _together(segments, table, group)
+    offsets, counts = jnp.asarray(table.offsets), jnp.asarray(table.counts)
+
+    def body(index: Array, state: State) -> State:
+        first, head = (index // table.num_heads) * num, index % table.num_heads
+        segment = (first + jnp.arange(num, dtype=jnp.int32)) % table.segments
+        kind = jnp.clip(segment - table.whole_segments + 1, 0, 2)
+        box = Box(first, num, offsets[head], head + table.first_head)
+        own = Box(first, num, jnp.zeros_like(head), head)
+        return task(state, box, own, counts[kind, head])
+
+    return lax.fori_loop(0, jnp.int32(segments // num * table.num_heads), body, state)
+
+
+def _together(segments: int, table: BranchTable, group: int) -> int:
+    """How many segments one task takes: one, unless they are so short that a block holds several."""
+    if table.sizes.padded(table.rows) != table.sizes.diagonal:
+        return 1
+    most = max(1, _TASK_ROWS // (table.sizes.query * group))
+    return max(n for n in range(1, most + 1) if segments % n == 0)
+
+
+def _over_segments(one: Callable[..., tuple[Array, ...]], *args: Array | None) -> tuple[Array, ...]:
+    """Maps `one` over the leading axis; a single segment goes without a batch axis, which would keep it on one core."""
+    if args[0].shape[0] > 1:
+        return jax.vmap(one)(*args)
+    return jax.tree.map(lambda x: x[None], one(*(None if x is None else x[0] for x in args)))
+
+
+def _gather(
+    q: Array, k: Array, v: Array, ids: Array | None, acc: jnp.dtype, box: Box, table: BranchTable, options: BlockOptions
+) -> tuple[Array, Array, Array, Array | None]:
+    """A task's rows, padded to whole blocks: q scaled (num, M, H), k and v (num, S, H), ids (num, S) or None."""
+    q_rows = _padded(box.read(q).astype(acc), table) * options.scale
+    k_rows, v_rows = (_padded(box.read(x).astype(acc)[:, :, None], table) for x in (k, v))
+    if ids is None:
+        return q_rows, k_rows, v_rows, None
+    return q_rows, k_rows, v_rows, _padded(box.read(ids, has_heads=False)[:, :, None], table, -1)
+
+
+def _padded(x: Array, table: BranchTable, fill: float = 0) -> Array:
+    """Rows (num, m, G, ...) as (num, M, ...) with M whole blocks."""
+    group = x.shape[2]
+    x = x.reshape(x.shape[0], -1, *x.shape[3:])
+    extra = (table.sizes.padded(table.rows) - table.rows) * group
+    return jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)], constant_values=fill) if extra else x
+
+
+def _cropped(x: Array, table: BranchTable, group: int) -> Array:
+    """Rows (num, M, ...) as (num, m, G, ...)."""
+    return x[:, : table.rows * group].reshape(x.shape[0], table.rows, group, *x.shape[2:])
+
+
+def _replaced(x: Array, rows: Array, first: int) -> Array:
+    return lax.dynamic_update_slice_in_dim(x, rows, first, axis=0) if first else rows
+
+
+def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+    return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())))
+
+
+def _ceil_div(a: Array, b: int) -> Array:
+    return (a + b - 1) // b

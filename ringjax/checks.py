@@ -1,0 +1,80 @@
+"""What a caller may pass, and the sentences that say so."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+from ringjax.pattern import DilationPattern
+
+
+class AttentionShape(NamedTuple):
+    """The sizes of one attention call."""
+
+    batch: int
+    stored_length: int  # of the arrays
+    length: int  # of the sequence: positions from here on are padding
+    kv_heads: int
+    group: int  # query heads per key/value head
+    dim: int
+    scale: float
+
+
+def check_inputs(
+    query: Array,
+    key: Array,
+    value: Array,
+    pattern: DilationPattern,
+    segment_ids: Array | None,
+    seq_len: int | None,
+    scale: float | None,
+) -> AttentionShape:
+    """Checks the arguments of an attention call and returns its sizes."""
+    if not isinstance(pattern, DilationPattern):
+        raise ValueError(f"`pattern` must be a DilationPattern, got {type(pattern).__name__}.")
+    arrays = {"query": query, "key": key, "value": value}
+    for name, x in arrays.items():
+        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+            raise ValueError(f"`{name}` must be an array, got {type(x).__name__}.")
+        if len(x.shape) != 4:
+            raise ValueError(f"`{name}` must have rank 4 (batch, length, heads, dim), got shape {x.shape}.")
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise ValueError(f"`{name}` must be floating point, got {x.dtype}.")
+        if x.dtype != query.dtype:
+            raise ValueError(f"`{name}` must have the dtype of `query`, got {x.dtype} and {query.dtype}.")
+        if 0 in x.shape:
+            raise ValueError(f"`{name}` must not be empty, got shape {x.shape}.")
+    batch, length, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    if key.shape != value.shape:
+        raise ValueError(f"`value` must have the shape of `key`, got {value.shape} and {key.shape}.")
+    for axis, name in ((0, "batch"), (1, "length"), (3, "dim")):
+        if key.shape[axis] != query.shape[axis]:
+            raise ValueError(f"`key` must have the {name} of `query` (self-attention), got {key.shape} and {query.shape}.")
+    if heads % kv_heads:
+        raise ValueError(f"`query` heads must be a multiple of `key` heads, got {heads} and {kv_heads}.")
+    if segment_ids is not None:
+        if not hasattr(segment_ids, "dtype") or not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            given = getattr(segment_ids, "dtype", type(segment_ids).__name__)
+            raise ValueError(f"`segment_ids` must be an integer array, got {given}.")
+        if segment_ids.shape != (batch, length):
+            raise ValueError(f"`segment_ids` must have shape (batch, length) = {(batch, length)}, got {segment_ids.shape}.")
+    true_length = length if seq_len is None else _index("seq_len", seq_len)
+    if not 1 <= true_length <= length:
+        raise ValueError(f"`seq_len` must be between 1 and the stored length {length}, got {seq_len}.")
+    if scale is None:
+        scale = 1 / math.sqrt(dim)
+    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
+        raise ValueError(f"`scale` must be a finite Python number, got {scale!r}.")
+    return AttentionShape(batch, length, true_length, kv_heads, heads // kv_heads, dim, float(scale))
+
+
+def _index(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"`{name}` must be an integer, got {value!r}.") from None

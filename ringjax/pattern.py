@@ -1,0 +1,263 @@
+"""Dilation patterns: which positions each branch selects, and for which heads.
+
+Legend: ``w`` segment length, ``r`` dilation rate, ``K`` key/value heads, ``o(h)`` the offset of head ``h``.
+A branch ``(w, r)`` selects position ``p`` for head ``h`` iff ``(p mod w) mod r == o(h)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import operator
+import warnings
+from collections.abc import Iterable
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+
+Offsets = Literal["mod", "block", "none"]
+Heads = Literal["all", "grouped"]
+Mixing = Literal["exact", "detached"]
+
+
+class Coverage(NamedTuple):
+    """What a pattern covers, as computed by `DilationPattern.coverage`.
+
+    Attributes:
+        share: Share of (position, head) pairs that at least one branch selects, 0 to 1.
+        reach: Longest distance between a query and a key that it sees.
+        notes: Sentences on what the pattern leaves out for this number of heads.
+    """
+
+    share: float
+    reach: int
+    notes: tuple[str, ...]
+
+
+class Branch(NamedTuple):
+    """One branch over a sequence: its segments, its rate and the heads that run it."""
+
+    segment_length: int
+    rate: int
+    first_head: int
+    num_heads: int
+    offsets: tuple[int, ...]  # one per head of this branch
+
+    def rows(self, length: int) -> list[int]:
+        """Number of positions selected in a segment of `length` positions, per head."""
+        return [max(0, -(-(length - o) // self.rate)) for o in self.offsets]
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class DilationPattern:
+    """The branches of a dilated attention, each a segment length with a dilation rate.
+
+    Args:
+        segment_lengths: Segment length ``w`` of each branch; any order, each at least 1.
+        dilation_rates: Dilation rate ``r`` of each branch, as many as segment lengths.
+        offsets: How head ``h`` of ``K`` key/value heads picks its residue: ``"mod"`` is ``h mod r``
+            (the LongNet paper), ``"block"`` is ``h // ceil(K / r)`` (torchscale weights), ``"none"`` is 0.
+        heads: ``"all"``: every head runs every branch, mixed by their softmax denominators.
+            ``"grouped"``: the heads are dealt out to the branches, one branch per head, and the result
+            is divided by the number of branches.
+        mixing: Gradient of the mixing weights: ``"exact"``, or ``"detached"`` (held constant, as torchscale does).
+
+    Raises:
+        ValueError: If an argument breaks one of these rules.
+
+    Example:
+        >>> import ringjax as rj
+        >>> rj.DilationPattern(segment_lengths=(2048, 8192), dilation_rates=(1, 4))
+        DilationPattern(2048/1, 8192/4)
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    offsets: Offsets = "mod"
+    heads: Heads = "all"
+    mixing: Mixing = "exact"
+
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates"):
+            object.__setattr__(self, name, _positive_ints(name, getattr(self, name)))
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise ValueError(
+                "`segment_lengths` and `dilation_rates` must have the same length, got "
+                f"{len(self.segment_lengths)} and {len(self.dilation_rates)}."
+            )
+        for name, words in (("offsets", Offsets), ("heads", Heads), ("mixing", Mixing)):
+            if getattr(self, name) not in get_args(words):
+                raise ValueError(f"`{name}` must be one of {get_args(words)}, got {getattr(self, name)!r}.")
+        if self.heads == "grouped":
+            if self.offsets != "mod":
+                raise ValueError(f'`offsets` must be "mod" with `heads="grouped"`, got {self.offsets!r}.')
+            if self.mixing != "exact":
+                raise ValueError(f'`mixing` must be "exact" with `heads="grouped"`, got {self.mixing!r}.')
+
+    @classmethod
+    def geometric(
+        cls,
+        first: int,
+        last: int,
+        ratio: int,
+        *,
+        offsets: Offsets = "mod",
+        heads: Heads = "all",
+        mixing: Mixing = "exact",
+    ) -> DilationPattern:
+        """Segments ``first, first * ratio, … last`` with rates ``1, ratio, ratio², …``.
+
+        Every branch then selects the same number of rows per segment: work per token is constant.
+
+        Example:
+            >>> DilationPattern.geometric(2048, 32768, 4)
+            DilationPattern(2048/1, 8192/4, 32768/16)
+        """
+        first, last = _positive_ints("first, last", (first, last))
+        (ratio,) = _positive_ints("ratio", (ratio,))
+        if ratio < 2:
+            raise ValueError(f"`ratio` must be at least 2, got {ratio}.")
+        lengths = [first]
+        while lengths[-1] < last:
+            lengths.append(lengths[-1] * ratio)
+        if lengths[-1] != last:
+            raise ValueError(f"`last` must be `first` times a power of `ratio`, got first={first}, last={last}, ratio={ratio}.")
+        rates = tuple(ratio**i for i in range(len(lengths)))
+        return cls(tuple(lengths), rates, offsets, heads, mixing)
+
+    @classmethod
+    def longnet(
+        cls, *, offsets: Offsets = "mod", heads: Heads = "all", mixing: Mixing = "exact"
+    ) -> DilationPattern:
+        """The pattern of the LongNet paper: segments 2048 to 32768, rates 1, 2, 4, 6, 12.
+
+        Example:
+            >>> DilationPattern.longnet()
+            DilationPattern(2048/1, 4096/2, 8192/4, 16384/6, 32768/12)
+        """
+        return cls((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), offsets, heads, mixing)
+
+    @classmethod
+    def for_length(
+        cls,
+        max_len: int,
+        *,
+        first: int = 1024,
+        branches: int = 5,
+        offsets: Offsets = "mod",
+        heads: Heads = "all",
+        mixing: Mixing = "exact",
+    ) -> DilationPattern:
+        """Log-spaced segments from `first` to the power of two at or below `max_len`, with rates 1, 2, 4, ….
+
+        This is how Prov-GigaPath derives the segments of its slide encoder. Where the lengths coincide
+        (`max_len` below `2 * first`) there is one branch.
+
+        Example:
+            >>> DilationPattern.for_length(1_048_576)
+            DilationPattern(1024/1, 5792/2, 32768/4, 185363/8, 1048576/16)
+        """
+        max_len, first = _positive_ints("max_len, first", (max_len, first))
+        (branches,) = _positive_ints("branches", (branches,))
+        top = int(math.log2(max_len))
+        if 2**top <= first:
+            return cls((max_len,), (1,), offsets, heads, mixing)
+        lengths = np.power(2.0, np.linspace(math.log2(first), top, branches)).astype(int)
+        return cls(tuple(lengths.tolist()), tuple(2**i for i in range(branches)), offsets, heads, mixing)
+
+    def branches(self, num_kv_heads: int, seq_len: int | None = None) -> tuple[Branch, ...]:
+        """The branches for a number of key/value heads, with segments clamped to `seq_len`.
+
+        Example:
+            >>> DilationPattern((4, 8), (1, 2)).branches(num_kv_heads=3)[1].offsets
+            (0, 1, 0)
+        """
+        num = len(self.segment_lengths)
+        share, extra = divmod(num_kv_heads, num)
+        result = []
+        for i, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
+            w = w if seq_len is None else min(w, seq_len)
+            if self.heads == "grouped":
+                first, count = i * share + min(i, extra), share + (i < extra)
+                result.append(Branch(w, r, first, count, (i % r,) * count))
+            else:
+                offsets = tuple(_offset(self.offsets, h, r, num_kv_heads) for h in range(num_kv_heads))
+                result.append(Branch(w, r, 0, num_kv_heads, offsets))
+        return tuple(result)
+
+    def coverage(self, num_heads: int, seq_len: int | None = None) -> Coverage:
+        """What share of (position, head) pairs is selected, and how far a query can see.
+
+        Args:
+            num_heads: Number of key/value heads (the offsets are theirs).
+            seq_len: Length to count over; the longest segment by default.
+
+        Warns:
+            UserWarning: For each branch whose rate exceeds the residues that its heads use.
+
+        Example:
+            >>> DilationPattern((4, 8), (2, 4), offsets="none").coverage(num_heads=1)
+            Coverage(share=0.5, reach=4, notes=('Branch 4/2: its 1 head uses 1 of 2 residues.', \
+'Branch 8/4: its 1 head uses 1 of 4 residues.'))
+        """
+        (num_heads,) = _positive_ints("num_heads", (num_heads,))
+        length = max(self.segment_lengths) if seq_len is None else _positive_ints("seq_len", (seq_len,))[0]
+        branches = self.branches(num_heads, length)
+        share = _covered_pairs(branches, num_heads, length) / (num_heads * length)
+        reach = max(
+            ((rows - 1) * b.rate for b in branches for rows in b.rows(b.segment_length) if rows), default=0
+        )
+        notes = []
+        for b in branches:
+            used = len(set(b.offsets))
+            if used < b.rate:
+                heads = "1 head uses" if b.num_heads == 1 else f"{b.num_heads} heads use"
+                notes.append(f"Branch {b.segment_length}/{b.rate}: its {heads} {used} of {b.rate} residues.")
+                warnings.warn(notes[-1], stacklevel=2)
+        return Coverage(share, reach, tuple(notes))
+
+    def __repr__(self) -> str:
+        parts = [f"{w}/{r}" for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True)]
+        for field in dataclasses.fields(self)[2:]:
+            if getattr(self, field.name) != field.default:
+                parts.append(f"{field.name}={getattr(self, field.name)!r}")
+        return f"DilationPattern({', '.join(parts)})"
+
+
+def _offset(rule: Offsets, head: int, rate: int, num_heads: int) -> int:
+    if rule == "mod":
+        return head % rate
+    return head // -(-num_heads // rate) if rule == "block" else 0
+
+
+def _covered_pairs(branches: tuple[Branch, ...], num_heads: int, length: int) -> int:
+    """Counts selected (position, head) pairs, a bounded window of positions at a time."""
+    residues: dict[tuple[tuple[int, int, int], ...], int] = {}  # the (w, r, o) of a head -> heads alike
+    for head in range(num_heads):
+        runs = [b for b in branches if b.first_head <= head < b.first_head + b.num_heads]
+        key = tuple((b.segment_length, b.rate, b.offsets[head - b.first_head]) for b in runs)
+        residues[key] = residues.get(key, 0) + 1
+    total = 0
+    for selections, heads in residues.items():
+        if any(r == 1 for _, r, _ in selections):
+            total += heads * length
+            continue
+        for start in range(0, length, 1 << 20):
+            p = np.arange(start, min(start + (1 << 20), length))
+            seen = np.zeros(p.shape, bool)
+            for w, r, o in selections:
+                seen |= (p % w) % r == o
+            total += heads * int(seen.sum())
+    return total
+
+
+def _positive_ints(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    try:
+        result = tuple(operator.index(v) for v in values)
+    except TypeError:
+        raise ValueError(f"`{name}` must be integers, got {values!r}.") from None
+    if not result:
+        raise ValueError(f"`{name}` must not be empty, got {values!r}.")
+    if min(result) < 1:
+        raise ValueError(f"`{name}` must be at least 1, got {values!r}.")
+    return result

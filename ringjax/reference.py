@@ -1,0 +1,75 @@
+"""The dense oracle: the definition written down, O(T²) in time and memory. Everything else is compared with it."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from ringjax.checks import check_inputs
+from ringjax.pattern import Branch, DilationPattern
+
+
+def reference_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    pattern: DilationPattern,
+    *,
+    is_causal: bool = False,
+    segment_ids: Array | None = None,
+    seq_len: int | None = None,
+    scale: float | None = None,
+    rows: ArrayLike | None = None,
+) -> Array:
+    """Dilated attention by the definition, for tests: one softmax over the multiset of keys that a query sees.
+
+    Args:
+        query, key, value, pattern, is_causal, segment_ids, seq_len, scale: As for `dilated_attention`.
+        rows: Query positions to compute, all by default: a few rows of a long sequence cost little.
+
+    Returns:
+        The attention of the queries at `rows`, (B, len(rows), N, H).
+
+    Example:
+        >>> import jax, ringjax as rj
+        >>> q = k = v = jax.random.normal(jax.random.key(0), (1, 16, 2, 8))
+        >>> rj.reference_attention(q, k, v, rj.DilationPattern((8, 16), (1, 2)), rows=[0, 15]).shape
+        (1, 2, 2, 8)
+    """
+    shape = check_inputs(query, key, value, pattern, segment_ids, seq_len, scale)
+    s = jnp.arange(shape.stored_length)
+    p = s if rows is None else jnp.asarray(rows)
+    ids = jnp.zeros((1, shape.stored_length), int) if segment_ids is None else segment_ids
+    same_document = (ids[:, p, None] == ids[:, None, :]) & (ids[:, p, None] >= 0)  # (B, R, T)
+    allowed = same_document & (p[:, None] < shape.length) & (s < shape.length)
+    allowed = allowed & (s <= p[:, None]) if is_causal else allowed
+    branches = pattern.branches(shape.kv_heads, shape.length)
+    seen = [allowed[:, None] & _same_rows(b, shape.kv_heads, p, s) for b in branches]  # (B, K, R, T) each
+    counts = seen if pattern.mixing == "detached" else [sum(x.astype(int) for x in seen)]
+
+    acc = jnp.promote_types(query.dtype, jnp.float32)
+    q, k, v = (x.astype(acc) for x in (query[:, p], key, value))
+    q = q.reshape(*q.shape[:2], shape.kv_heads, shape.group, shape.dim) * shape.scale
+    scores = jnp.einsum("brkgh,bskh->bkgrs", q, k, precision="highest")
+    masked = jnp.where(sum(x.astype(int) for x in seen)[:, :, None] > 0, scores, jnp.finfo(acc).min / 2)
+    weights = jnp.exp(masked - lax.stop_gradient(masked.max(-1, keepdims=True)))
+    parts = [weights * c[:, :, None].astype(acc) for c in counts]
+    totals = [x.sum(-1, keepdims=True) for x in parts]
+    mix = [lax.stop_gradient(t) if pattern.mixing == "detached" else t for t in totals]
+    joint = sum(mix[1:], mix[0])
+    one = [jnp.where(t > 0, t, 1) for t in totals]  # a row that sees nothing gives 0
+    probs = sum(x / o * (m / jnp.where(joint > 0, joint, 1)) for x, o, m in zip(parts, one, mix, strict=True))
+    out = jnp.einsum("bkgrs,bskh->brkgh", probs, v, precision="highest")
+    out = out / len(branches) if pattern.heads == "grouped" else out
+    return out.reshape(*out.shape[:2], -1, shape.dim).astype(query.dtype)
+
+
+def _same_rows(branch: Branch, kv_heads: int, p: Array, s: Array) -> Array:
+    """Whether query position `p` and key position `s` are both selected, in one segment: (K, R, T)."""
+    w, r = branch.segment_length, branch.rate
+    offsets = jnp.full((kv_heads, 1), -1)
+    stop = branch.first_head + branch.num_heads
+    offsets = offsets.at[branch.first_head : stop, 0].set(jnp.array(branch.offsets, int))
+    chosen_p, chosen_s = (((x % w) % r)[None] == offsets for x in (p, s))
+    return chosen_p[:, :, None] & chosen_s[:, None, :] & (p[:, None] // w == s // w)

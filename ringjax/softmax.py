@@ -1,0 +1,74 @@
+"""Partial softmaxes and the one way to put them together.
+
+A `Partial` is the attention of some queries over some keys. Branches, blocks and ring hops all yield partials
+over disjoint multisets of keys, and `merge` gives the partial over both. An *empty* row, one that saw no key,
+has ``out == 0`` and ``lse == -inf``: this file is the only one that knows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array
+
+
+class Partial(NamedTuple):
+    """Attention over some of the keys: `out` (..., H) normalised over them, `lse` (...) their log-sum-exp."""
+
+    out: Array
+    lse: Array
+
+
+class Running(NamedTuple):
+    """A softmax under way over key blocks: `acc` (M, H) and `total` (M,), both scaled by ``exp(-peak)``."""
+
+    acc: Array
+    peak: Array
+    total: Array
+
+
+def empty(out_shape: tuple[int, ...], dtype: jnp.dtype) -> Partial:
+    """The partial over no keys."""
+    return Partial(jnp.zeros(out_shape, dtype), jnp.full(out_shape[:-1], -jnp.inf, dtype))
+
+
+def merge(a: Partial, b: Partial) -> Partial:
+    """The partial over the keys of `a` and of `b` together."""
+    peak = _finite(jnp.maximum(a.lse, b.lse))
+    weight_a, weight_b = jnp.exp(a.lse - peak), jnp.exp(b.lse - peak)
+    total = weight_a + weight_b
+    safe = jnp.where(total > 0, total, 1)
+    out = a.out * (weight_a / safe)[..., None] + b.out * (weight_b / safe)[..., None]
+    return Partial(out, jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf))
+
+
+def start(rows: int, dim: int, dtype: jnp.dtype) -> Running:
+    """The state before the first key block."""
+    return Running(jnp.zeros((rows, dim), dtype), jnp.full((rows,), -jnp.inf, dtype), jnp.zeros((rows,), dtype))
+
+
+def finish(state: Running) -> Partial:
+    """The partial over all key blocks that `state` went through."""
+    safe = jnp.where(state.total > 0, state.total, 1)
+    lse = jnp.where(state.total > 0, state.peak + jnp.log(safe), -jnp.inf)
+    return Partial(state.acc / safe[:, None], lse)
+
+
+def rescale(state: Running, scores: Array) -> tuple[Running, Array]:
+    """Raises the peak of `state` to cover `scores` (M, S; -inf where masked), and gives ``exp(scores - peak)``."""
+    peak = jnp.maximum(state.peak, scores.max(axis=1))
+    finite = _finite(peak)
+    decay = jnp.exp(state.peak - finite)
+    weights = jnp.exp(scores - finite[:, None])
+    return Running(state.acc * decay[:, None], peak, state.total * decay), weights
+
+
+def for_backward(lse: Array) -> Array:
+    """The `lse` with which ``exp(scores - lse)`` is the softmax, and 0 for an empty row."""
+    return jnp.where(lse == -jnp.inf, jnp.inf, lse)
+
+
+def _finite(peak: Array) -> Array:
+    """A peak that can be subtracted from -inf: an empty row's becomes 0."""
+    return jnp.where(peak == -jnp.inf, 0, peak)
