@@ -33,9 +33,8 @@ class _Config:
     is_causal: bool
     scale: float
 
-    @property
-    def options(self) -> xla.BlockOptions:
-        return xla.BlockOptions(self.is_causal, self.scale)
+    def options(self, query: Array) -> xla.BlockOptions:
+        return xla.BlockOptions(query.shape[2], query.shape[3], self.is_causal, self.scale)
 
     def tables(self, query: Array) -> tuple[BranchTable, ...]:
         """The branches for a query (B, T, K, G, H)."""
@@ -122,7 +121,6 @@ def _forward(
     config: _Config, query: Array, key: Array, value: Array, ids: Array | None
 ) -> tuple[Array, Array, tuple[Array, ...]]:
     """Output (B, T, K, G, H), joint lse (B, T, K, G) and, for detached mixing, each branch's own rows."""
-    length = query.shape[1]
     merged = softmax.empty(query.shape, jnp.promote_types(query.dtype, jnp.float32))
     rows = []
     for number, table in enumerate(config.tables(query)):
@@ -131,8 +129,8 @@ def _forward(
             seg_ids = None if ids is None else segmented(ids, table, fill=-1)
             prior = Partial(*(segmented(x, table) for x in merged))
             keep = config.pattern.mixing == "detached"
-            merged, own = xla.forward(q, k, v, seg_ids, prior, table, config.options, keep_rows=keep)
-            merged = Partial(*(dense(x, table, length) for x in merged))
+            merged, own = xla.forward(q, k, v, seg_ids, prior, table, config.options(query), keep_rows=keep)
+            merged = Partial(*(dense(x, table, shape) for x, shape in zip(merged, (query.shape, query.shape[:-1]), strict=True)))
             rows += [] if own is None else [own]
     out = (merged.out / config.divisor).astype(query.dtype)
     return checkpoint_name(out, "ringjax_out"), checkpoint_name(merged.lse, "ringjax_lse"), tuple(rows)
@@ -145,7 +143,6 @@ def _attention_fwd(config: _Config, query: Array, key: Array, value: Array, ids:
 
 def _attention_bwd(config: _Config, residuals, dout: Array):  # type: ignore[no-untyped-def]
     query, key, value, ids, out, lse, rows = residuals
-    length = query.shape[1]
     lse = softmax.for_backward(lse)
     if config.divisor > 1:  # lse and probabilities are of the undivided softmax
         dout, out = dout / config.divisor, out * config.divisor
@@ -158,9 +155,9 @@ def _attention_bwd(config: _Config, residuals, dout: Array):  # type: ignore[no-
             lse_view = segmented(lse, table, fill=jnp.inf)
             prior = xla.Grads(*(segmented(x, table) for x in grads))
             grads = xla.backward(
-                q, k, v, seg_ids, out_view, lse_view, dout_view, prior, table, config.options, own_rows=bool(rows)
+                q, k, v, seg_ids, out_view, lse_view, dout_view, prior, table, config.options(query), own_rows=bool(rows)
             )
-            grads = xla.Grads(*(dense(x, table, length) for x in grads))
+            grads = xla.Grads(*(dense(g, table, x.shape) for g, x in zip(grads, (query, key, value), strict=True)))
     return *(g.astype(query.dtype) for g in grads), None
 
 

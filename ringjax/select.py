@@ -1,11 +1,15 @@
 """Between the dense sequence and the rows of one branch.
 
-A sequence (B, T, ...) seen by a branch is ``(B * segments, rows, r, ...)``: row ``j`` of a head with offset ``o`` in
-segment ``z`` stands at ``[z, j, o]``. Where ``r`` divides ``w`` and ``w`` divides ``T`` this is a reshape and moves
-nothing; else the segments are padded. A head's rows are then a box, read and written in place.
+A branch sees a sequence (B, T, ...) as a *view* (B * segments, rows, r * width): row ``j`` of a segment holds ``r``
+neighbouring positions side by side, so a head's selected rows, the same residue of each, are one column box of the view.
+Where ``r`` divides ``w`` and ``w`` divides ``T`` a view is a reshape and moves nothing; else the segments are padded.
+(Three axes and no more: XLA:CPU copies arrays whose reshape leaves an axis of size 1 in the middle.)
 """
 
 from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -14,49 +18,53 @@ from ringjax.indices import BranchTable
 
 
 def segmented(x: Array, table: BranchTable, fill: float = 0) -> Array:
-    """Views a sequence (B, T, ...) as (B * segments, rows, r, ...), padded with `fill` where it does not fit."""
+    """The view (B * segments, rows, r * width) of a sequence (B, T, ...), padded with `fill` where it does not fit."""
     batch, length, *rest = x.shape
-    x = _pad(x, 1, table.segments * table.segment_length - length, fill)
-    x = x.reshape(batch * table.segments, table.segment_length, *rest)
-    x = _pad(x, 1, table.rows * table.rate - table.segment_length, fill)
-    return x.reshape(batch * table.segments, table.rows, table.rate, *rest)
+    width = math.prod(rest)
+    segments = batch * table.segments
+    if table.segments * table.segment_length != length or table.rows * table.rate != table.segment_length:
+        x = _pad(x.reshape(batch, length, width), table.segments * table.segment_length - length, fill)
+        x = x.reshape(segments, table.segment_length, width)
+        x = _pad(x, table.rows * table.rate - table.segment_length, fill)
+    return x.reshape(segments, table.rows, table.rate * width)
 
 
-def dense(x: Array, table: BranchTable, length: int) -> Array:
-    """The sequence (B, T, ...) of a view that `segmented` made."""
-    segments, _, _, *rest = x.shape
-    x = x.reshape(segments, table.rows * table.rate, *rest)[:, : table.segment_length]
-    return x.reshape(segments // table.segments, -1, *rest)[:, :length]
+def dense(view: Array, table: BranchTable, shape: tuple[int, ...]) -> Array:
+    """The sequence of this shape, (B, T, ...), whose view this is."""
+    batch, length, *rest = shape
+    if table.segments * table.segment_length != length or table.rows * table.rate != table.segment_length:
+        x = view.reshape(view.shape[0], table.rows * table.rate, -1)[:, : table.segment_length]
+        view = x.reshape(batch, table.segments * table.segment_length, -1)[:, :length]
+    return view.reshape(shape)
 
 
-class Box:
-    """The rows of one head in `num` segments of a view: a place to read from and to write to."""
+class Box(NamedTuple):
+    """The rows of one head in some segments of a view: a place to read from and to write to.
 
-    def __init__(self, segment: Array, num: int, offset: Array, head: Array):
-        self.segment, self.num, self.offset, self.head = segment, num, offset, head
+    Attributes:
+        segment: First segment.
+        num: Number of segments.
+        column: Which of the view's columns.
+        columns: How many columns the view has, each the width of one head.
+    """
 
-    def read(self, view: Array, *, has_heads: bool = True) -> Array:
-        """Rows (num, rows, ...) of a view (segments, rows, r, heads, ...), or (segments, rows, r) without heads."""
-        start, sizes = self._corner(view, has_heads)
-        return lax.dynamic_slice(view, start, sizes).reshape(self.num, view.shape[1], *view.shape[4:])
+    segment: Array
+    num: int
+    column: Array
+    columns: int
+
+    def read(self, view: Array) -> Array:
+        """Rows (num, rows, width)."""
+        width = view.shape[2] // self.columns
+        return lax.dynamic_slice(view, self._corner(width), (self.num, view.shape[1], width))
 
     def write(self, view: Array, rows: Array) -> Array:
-        """The view with these rows in the place of the old ones."""
-        start, sizes = self._corner(view, True)
-        return lax.dynamic_update_slice(view, rows.reshape(sizes), start)
+        """The view with these rows (num, rows, width) in the place of the old ones."""
+        return lax.dynamic_update_slice(view, rows, self._corner(rows.shape[2]))
 
-    def _corner(self, view: Array, has_heads: bool) -> tuple[list[Array], list[int]]:
-        zero = jnp.zeros_like(self.segment)
-        start = [self.segment, zero, self.offset, self.head]
-        sizes = [self.num, view.shape[1], 1, 1]
-        if not has_heads:
-            return start[:3], sizes[:3]
-        return start + [zero] * (view.ndim - 4), sizes + list(view.shape[4:])
+    def _corner(self, width: int) -> tuple[Array, Array, Array]:
+        return self.segment, jnp.zeros_like(self.segment), self.column * width
 
 
-def _pad(x: Array, axis: int, amount: int, fill: float) -> Array:
-    if amount == 0:
-        return x
-    widths = [(0, 0)] * x.ndim
-    widths[axis] = (0, amount)
-    return jnp.pad(x, widths, constant_values=fill)
+def _pad(x: Array, amount: int, fill: float) -> Array:
+    return jnp.pad(x, [(0, 0), (0, amount), (0, 0)], constant_values=fill) if amount else x

@@ -1,8 +1,8 @@
 """The rows of a branch against each other in plain XLA: a scan-based online softmax, forward and backward.
 
 Legend: ``Z`` segments of the batch, ``m`` rows, ``r`` rate, ``K`` key/value heads, ``G`` query heads per key/value
-head, ``H`` head dim. A *task* is one head in `num` segments; its query rows stand as (m * G, H), row-major, so that
-a group shares its keys in one matrix multiply. One task's rows are gathered at a time, and the order of work is
+head, ``H`` head dim; arrays come as the views of `ringjax.select`. A *task* is one head in `num` segments; its query rows
+stand as (m * G, H), so that a group shares its keys in one matrix multiply. One task's rows are gathered at a time:
 
     for each task:  for each query block:  for each key block that it sees:  step
 
@@ -49,6 +49,8 @@ class Grads(NamedTuple):
 class BlockOptions:
     """What both passes need to know besides arrays and table."""
 
+    kv_heads: int
+    group: int
     is_causal: bool
     scale: float
 
@@ -67,30 +69,33 @@ def forward(
     """Merges a branch into `prior`.
 
     Args:
-        q: Queries (Z, m, r, K, G, H).
-        k, v: Keys and values (Z, m, r, K, H).
+        q: Queries, a view (Z, m, r * K * G * H).
+        k, v: Keys and values, views (Z, m, r * K * H).
         ids: Segment ids (Z, m, r) or None.
-        prior: Partial of earlier branches, as views (Z, m, r, K, G, H) and (Z, m, r, K, G).
+        prior: Partial of earlier branches, views (Z, m, r * K * G * H) and (Z, m, r * K * G).
         table: The branch.
-        options: Mask and scale.
+        options: Heads, mask and scale.
         keep_rows: Whether to return the branch's own output rows too.
 
     Returns:
-        The merged partial, and the branch's own rows (Z, m, 1, heads, G, H) or None.
+        The merged partial, and the branch's own rows (Z, m, heads * G * H) or None.
     """
-    group, dim = q.shape[4:]
-    rows = jnp.zeros((*q.shape[:2], 1, table.num_heads, group, dim), q.dtype) if keep_rows else None
+    group = options.group
+    head_width = q.shape[2] // (table.rate * options.kv_heads)
+    rows = jnp.zeros((*q.shape[:2], table.num_heads * head_width), q.dtype) if keep_rows else None
 
-    def task(carry: tuple[Partial, Array | None], box: Box, own: Box, counts: Array) -> tuple[Partial, Array | None]:
+    def task(carry: tuple[Partial, Array | None], at: _Task) -> tuple[Partial, Array | None]:
         merged, rows = carry
-        attend = functools.partial(_attend, walk=_Walk(table, group, options.is_causal))
-        part = _over_segments(attend, *_gather(q, k, v, ids, merged.lse.dtype, box, table, options), counts)
-        part = Partial(*(_cropped(x, table, group) for x in part))
-        new = softmax.merge(Partial(box.read(merged.out), box.read(merged.lse)), part)
-        merged = Partial(box.write(merged.out, new.out), box.write(merged.lse, new.lse))
-        return merged, None if rows is None else own.write(rows, part.out.astype(rows.dtype))
+        attend = functools.partial(_attend, walk=_Walk(table, options))
+        part = _over_segments(attend, *_gather(q, k, v, ids, merged.lse.dtype, at, table, options), at.counts)
+        out, lse = (_cropped(x, table, group) for x in part)  # (num, m, G * H), (num, m, G)
+        split = (*lse.shape, -1)
+        old = Partial(at.box.read(merged.out).reshape(split), at.box.read(merged.lse))
+        new = softmax.merge(old, Partial(out.reshape(split), lse))
+        merged = Partial(at.box.write(merged.out, new.out.reshape(out.shape)), at.box.write(merged.lse, new.lse))
+        return merged, None if rows is None else at.own.write(rows, out.astype(rows.dtype))
 
-    return _over_tasks(task, (prior, rows), q.shape[0], table, group)
+    return _over_tasks(task, (prior, rows), q.shape[0], table, options)
 
 
 def backward(
@@ -113,7 +118,7 @@ def backward(
         q, k, v, ids, table, options: As for `forward`.
         out: The joint output, a view like `q`; with `own_rows` the branch's own rows, as `forward` keeps them
             (the gradient is then that of constant mixing weights).
-        lse: The joint log-sum-exp (Z, m, r, K, G), +inf for empty rows.
+        lse: The joint log-sum-exp, a view (Z, m, r * K * G), +inf for empty rows.
         dout: The cotangent, a view like `q`.
         prior: Gradients of earlier branches, views like `q`, `k` and `v`.
         own_rows: What `out` is.
@@ -121,20 +126,19 @@ def backward(
     Returns:
         `prior` plus this branch's gradients.
     """
-    group = q.shape[4]
+    group = options.group
 
-    def task(grads: Grads, box: Box, own: Box, counts: Array) -> Grads:
-        gradients = functools.partial(_gradients, walk=_Walk(table, group, options.is_causal))
-        dout_rows = box.read(dout).astype(lse.dtype)
-        delta = jnp.sum(dout_rows * (own if own_rows else box).read(out).astype(lse.dtype), axis=-1)
-        rows = _gather(q, k, v, ids, lse.dtype, box, table, options)
-        joint = (_padded(dout_rows, table), _padded(box.read(lse), table, jnp.inf), _padded(delta, table))
-        dq, dk, dv = _over_segments(gradients, *rows, counts, *joint)
-        dq = _cropped(dq, table, group) * options.scale
-        new = Grads(dq, dk[:, : table.rows], dv[:, : table.rows])
-        return Grads(*(box.write(old, box.read(old) + x) for old, x in zip(grads, new, strict=True)))
+    def task(grads: Grads, at: _Task) -> Grads:
+        gradients = functools.partial(_gradients, walk=_Walk(table, options))
+        dout_rows = _padded(at.box.read(dout), table, group).astype(lse.dtype)
+        out_rows = _padded((at.own if own_rows else at.box).read(out), table, group).astype(lse.dtype)
+        lse_rows = _padded(at.box.read(lse), table, group, jnp.inf)[..., 0]
+        joint = dout_rows, lse_rows, jnp.sum(dout_rows * out_rows, axis=-1)
+        dq, dk, dv = _over_segments(gradients, *_gather(q, k, v, ids, lse.dtype, at, table, options), at.counts, *joint)
+        new = Grads(_cropped(dq * options.scale, table, group), _cropped(dk, table, 1), _cropped(dv, table, 1))
+        return Grads(*(at.box.write(old, at.box.read(old) + x) for old, x in zip(grads, new, strict=True)))
 
-    return _over_tasks(task, prior, q.shape[0], table, group)
+    return _over_tasks(task, prior, q.shape[0], table, options)
 
 
 def _attend(q: Array, k: Array, v: Array, ids: Array | None, count: Array, *, walk: _Walk) -> Partial:
@@ -145,10 +149,7 @@ def _attend(q: Array, k: Array, v: Array, ids: Array | None, count: Array, *, wa
 
         def step(state: softmax.Running, keys: _Keys) -> softmax.Running:
             first = keys.first_row * walk.group
-            scores = _dot(q_block[first:], walk.key_block(k, keys), 1, 1)
-            mask = walk.mask(ids, count, index, keys)
-            if mask is not None:
-                scores = jnp.where(mask, scores, -jnp.inf)
+            scores = walk.masked(_dot(q_block[first:], walk.key_block(k, keys), 1, 1), ids, count, index, keys)
             rest, weights = softmax.rescale(softmax.Running(*(x[first:] for x in state)), scores)
             weights = lax.optimization_barrier(weights)  # one pass of exp, read by the sum and by the multiply
             acc = rest.acc + _dot(weights, walk.key_block(v, keys), 1, 0)
@@ -178,11 +179,8 @@ def _gradients(
             first = keys.first_row * walk.group
             q_rows, dout_rows = q_block[first:], dout_block[first:]
             k_block, v_block = walk.key_block(k, keys), walk.key_block(v, keys)
-            probs = jnp.exp(_dot(q_rows, k_block, 1, 1) - lse_block[first:, None])
-            mask = walk.mask(ids, count, index, keys)
-            if mask is not None:
-                probs = jnp.where(mask, probs, 0)
-            probs = lax.optimization_barrier(probs)
+            scores = walk.masked(_dot(q_rows, k_block, 1, 1), ids, count, index, keys)
+            probs = lax.optimization_barrier(jnp.exp(scores - lse_block[first:, None]))
             dscores = probs * (_dot(dout_rows, v_block, 1, 1) - delta_block[first:, None])
             dq = _replaced(dq, dq[first:] + _dot(dscores, k_block, 1, 0), first)
             return dq, walk.add_keys(dk, _dot(q_rows, dscores, 0, 0), keys), walk.add_keys(dv, _dot(dout_rows, probs, 0, 0), keys)
@@ -208,10 +206,10 @@ class _Keys(NamedTuple):
 class _Walk:
     """The order in which one segment's blocks meet, the same forward and backward."""
 
-    def __init__(self, table: BranchTable, group: int, is_causal: bool):
+    def __init__(self, table: BranchTable, options: BlockOptions):
         self.sizes: BlockSizes = table.sizes
         self.blocks = table.sizes.padded(table.rows) // table.sizes.query
-        self.group, self.is_causal, self.is_ragged = group, is_causal, table.is_ragged
+        self.group, self.is_causal, self.is_ragged = options.group, options.is_causal, table.is_ragged
 
     def over_queries(self, block: Callable[[State, Array | int], State], state: State, count: Array) -> State:
         """Runs `block` on each query block that has rows."""
@@ -237,25 +235,26 @@ class _Walk:
             state = lax.fori_loop(whole, _ceil_div(count, key), last, state)
         return state
 
-    def mask(self, ids: Array | None, count: Array, index: Array | int, keys: _Keys) -> Array | None:
-        """Which rows (M, S) of a step see which keys; None if all see all.
+    def masked(self, scores: Array, ids: Array | None, count: Array, index: Array | int, keys: _Keys) -> Array:
+        """The scores (M, S) of a step, -inf where a row does not see a key.
 
-        A causal diagonal needs no bound: keys past the end are seen by rows past the end only, which nobody reads.
+        A causal diagonal masks its first square only, and needs no bound: keys past the end are seen by rows past the
+        end only, which nobody reads.
         """
-        rows = self.sizes.query - keys.first_row
-        row = lax.broadcasted_iota(jnp.int32, (rows * self.group, keys.size), 0) // self.group
-        column = lax.broadcasted_iota(jnp.int32, (rows * self.group, keys.size), 1)
-        mask = None
         if keys.is_diagonal:
-            mask = column <= row
+            square = scores[: keys.size * self.group]
+            row, column = (lax.broadcasted_iota(jnp.int32, square.shape, axis) for axis in (0, 1))
+            scores = _replaced(scores, jnp.where(column <= row // self.group, square, -jnp.inf), 0)
         elif keys.is_last:
-            mask = column < count - keys.start
+            column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
+            scores = jnp.where(column < count - keys.start, scores, -jnp.inf)
         if ids is not None:
+            rows = self.sizes.query - keys.first_row
             mine = lax.dynamic_slice_in_dim(ids, index * self.sizes.query + keys.first_row, rows)
             mine = jnp.repeat(mine, self.group)[:, None]
-            same = (mine == lax.dynamic_slice_in_dim(ids, keys.start, keys.size)[None, :]) & (mine >= 0)
-            mask = same if mask is None else mask & same
-        return mask
+            same = mine == lax.dynamic_slice_in_dim(ids, keys.start, keys.size)[None, :]
+            scores = jnp.where(same & (mine >= 0), scores, -jnp.inf)
+        return scores
 
     def query_block(self, x: Array, index: Array | int) -> Array:
         size = self.sizes.query * self.group
@@ -272,18 +271,34 @@ class _Walk:
         return lax.dynamic_update_slice_in_dim(transposed, old + block, keys.start, axis=1)
 
 
-def _over_tasks(task: Callable[..., State], state: State, segments: int, table: BranchTable, group: int) -> State:
-    """Runs ``task(state, box, own_box, counts)`` on every head of the branch in every segment of the batch."""
-    num = _together(segments, table, group)
+class _Task(NamedTuple):
+    """One head in some segments."""
+
+    box: Box  # in views of all heads
+    own: Box  # in views of the branch's own rows
+    ids: Box  # in views without heads
+    counts: Array  # rows that the head selects, per segment
+
+
+def _over_tasks(
+    task: Callable[[State, _Task], State], state: State, segments: int, table: BranchTable, options: BlockOptions
+) -> State:
+    """Runs `task` on every head of the branch in every segment of the batch."""
+    num = _together(segments, table, options.group)
     offsets, counts = jnp.asarray(table.offsets), jnp.asarray(table.counts)
 
     def body(index: Array, state: State) -> State:
         first, head = (index // table.num_heads) * num, index % table.num_heads
         segment = (first + jnp.arange(num, dtype=jnp.int32)) % table.segments
         kind = jnp.clip(segment - table.whole_segments + 1, 0, 2)
-        box = Box(first, num, offsets[head], head + table.first_head)
-        own = Box(first, num, jnp.zeros_like(head), head)
-        return task(state, box, own, counts[kind, head])
+        column = offsets[head] * options.kv_heads + table.first_head + head
+        at = _Task(
+            box=Box(first, num, column, table.rate * options.kv_heads),
+            own=Box(first, num, head, table.num_heads),
+            ids=Box(first, num, offsets[head], table.rate),
+            counts=counts[kind, head],
+        )
+        return task(state, at)
 
     return lax.fori_loop(0, jnp.int32(segments // num * table.num_heads), body, state)
 
@@ -304,31 +319,29 @@ def _over_segments(one: Callable[..., tuple[Array, ...]], *args: Array | None) -
 
 
 def _gather(
-    q: Array, k: Array, v: Array, ids: Array | None, acc: jnp.dtype, box: Box, table: BranchTable, options: BlockOptions
+    q: Array, k: Array, v: Array, ids: Array | None, acc: jnp.dtype, at: _Task, table: BranchTable, options: BlockOptions
 ) -> tuple[Array, Array, Array, Array | None]:
     """A task's rows, padded to whole blocks: q scaled (num, M, H), k and v (num, S, H), ids (num, S) or None."""
-    q_rows = _padded(box.read(q).astype(acc), table) * options.scale
-    k_rows, v_rows = (_padded(box.read(x).astype(acc)[:, :, None], table) for x in (k, v))
-    if ids is None:
-        return q_rows, k_rows, v_rows, None
-    return q_rows, k_rows, v_rows, _padded(box.read(ids, has_heads=False)[:, :, None], table, -1)
+    q_rows = _padded(at.box.read(q), table, options.group).astype(acc) * options.scale
+    k_rows, v_rows = (_padded(at.box.read(x), table, 1).astype(acc) for x in (k, v))
+    id_rows = None if ids is None else _padded(at.ids.read(ids), table, 1, -1)[..., 0]
+    return q_rows, k_rows, v_rows, id_rows
 
 
-def _padded(x: Array, table: BranchTable, fill: float = 0) -> Array:
-    """Rows (num, m, G, ...) as (num, M, ...) with M whole blocks."""
-    group = x.shape[2]
-    x = x.reshape(x.shape[0], -1, *x.shape[3:])
+def _padded(x: Array, table: BranchTable, group: int, fill: float = 0) -> Array:
+    """Rows (num, m, G * width) as (num, M, width), M whole blocks."""
+    x = x.reshape(x.shape[0], table.rows * group, -1)
     extra = (table.sizes.padded(table.rows) - table.rows) * group
-    return jnp.pad(x, [(0, 0), (0, extra), *[(0, 0)] * (x.ndim - 2)], constant_values=fill) if extra else x
+    return jnp.pad(x, [(0, 0), (0, extra), (0, 0)], constant_values=fill) if extra else x
 
 
 def _cropped(x: Array, table: BranchTable, group: int) -> Array:
-    """Rows (num, M, ...) as (num, m, G, ...)."""
-    return x[:, : table.rows * group].reshape(x.shape[0], table.rows, group, *x.shape[2:])
+    """Rows (num, M, width) or (num, M) as (num, m, G * width)."""
+    return x[:, : table.rows * group].reshape(x.shape[0], table.rows, -1)
 
 
 def _replaced(x: Array, rows: Array, first: int) -> Array:
-    return lax.dynamic_update_slice_in_dim(x, rows, first, axis=0) if first else rows
+    return rows if rows.shape == x.shape else lax.dynamic_update_slice_in_dim(x, rows, first, axis=0)
 
 
 def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
