@@ -79,7 +79,10 @@ def main() -> None:
                 out.backward(arrays["g"])
             answer = {"seconds": time.perf_counter() - begin}
             if "save" in request:
-                named = {"out": out.detach(), **({f"d{n}": x.grad for n, x in zip("qkv", qkv)} if request["grad"] else {})}
+                named = {
+                    "out": out.detach(),
+                    **({f"d{n}": x.grad for n, x in zip("qkv", qkv, strict=True)} if request["grad"] else {}),
+                }
                 np.savez(request["save"], **{n: x.numpy() for n, x in named.items()})
         print(json.dumps(answer), flush=True)
 

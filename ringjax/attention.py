@@ -112,6 +112,9 @@ def _check_implementation(implementation: Implementation | None) -> None:
         raise NotImplementedError('`implementation="pallas"` is not there yet; "xla" runs on every platform.')
 
 
+Residuals = tuple[Array, Array, Array, Array | None, Array, Array, tuple[Array, ...]]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(config: _Config, query: Array, key: Array, value: Array, ids: Array | None) -> Array:
     return _forward(config, query, key, value, ids)[0]
@@ -121,47 +124,61 @@ def _forward(
     config: _Config, query: Array, key: Array, value: Array, ids: Array | None
 ) -> tuple[Array, Array, tuple[Array, ...]]:
     """Output (B, T, K, G, H), joint lse (B, T, K, G) and, for detached mixing, each branch's own rows."""
-    merged = softmax.empty(query.shape, jnp.promote_types(query.dtype, jnp.float32))
+    merged = softmax.empty(query.shape, softmax.accumulator(query.dtype))
+    shapes = [x.shape for x in merged]
     rows = []
     for number, table in enumerate(config.tables(query)):
         with jax.named_scope(_name("branch", number, table)):
-            q, k, v = (segmented(x, table) for x in (query, key, value))
-            seg_ids = None if ids is None else segmented(ids, table, fill=-1)
-            prior = Partial(*(segmented(x, table) for x in merged))
-            keep = config.pattern.mixing == "detached"
-            merged, own = xla.forward(q, k, v, seg_ids, prior, table, config.options(query), keep_rows=keep)
-            merged = Partial(*(dense(x, table, shape) for x, shape in zip(merged, (query.shape, query.shape[:-1]), strict=True)))
+            merged, own = xla.forward(
+                _views(query, key, value, ids, table),
+                Partial(*(segmented(x, table) for x in merged)),
+                table,
+                config.options(query),
+                keep_rows=config.pattern.mixing == "detached",
+            )
+            merged = Partial(*(dense(x, table, shape) for x, shape in zip(merged, shapes, strict=True)))
             rows += [] if own is None else [own]
     out = (merged.out / config.divisor).astype(query.dtype)
     return checkpoint_name(out, "ringjax_out"), checkpoint_name(merged.lse, "ringjax_lse"), tuple(rows)
 
 
-def _attention_fwd(config: _Config, query: Array, key: Array, value: Array, ids: Array | None):  # type: ignore[no-untyped-def]
+def _attention_fwd(
+    config: _Config, query: Array, key: Array, value: Array, ids: Array | None
+) -> tuple[Array, Residuals]:
     out, lse, rows = _forward(config, query, key, value, ids)
     return out, (query, key, value, ids, out, lse, rows)
 
 
-def _attention_bwd(config: _Config, residuals, dout: Array):  # type: ignore[no-untyped-def]
+def _attention_bwd(config: _Config, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array, None]:
     query, key, value, ids, out, lse, rows = residuals
     lse = softmax.for_backward(lse)
-    if config.divisor > 1:  # lse and probabilities are of the undivided softmax
+    if config.divisor > 1:  # the probabilities are those of the undivided softmax
         dout, out = dout / config.divisor, out * config.divisor
-    grads = xla.Grads(*(jnp.zeros(x.shape, lse.dtype) for x in (query, key, value)))
+    shapes = [x.shape for x in (query, key, value)]
+    grads = xla.Grads(*(jnp.zeros(shape, lse.dtype) for shape in shapes))
     for number, table in enumerate(config.tables(query)):
         with jax.named_scope(_name("branch_grad", number, table)):
-            q, k, v, dout_view = (segmented(x, table) for x in (query, key, value, dout))
-            seg_ids = None if ids is None else segmented(ids, table, fill=-1)
-            out_view = rows[number] if rows else segmented(out, table)
-            lse_view = segmented(lse, table, fill=jnp.inf)
-            prior = xla.Grads(*(segmented(x, table) for x in grads))
             grads = xla.backward(
-                q, k, v, seg_ids, out_view, lse_view, dout_view, prior, table, config.options(query), own_rows=bool(rows)
+                _views(query, key, value, ids, table),
+                rows[number] if rows else segmented(out, table),
+                segmented(lse, table, fill=jnp.inf),
+                segmented(dout, table),
+                xla.Grads(*(segmented(x, table) for x in grads)),
+                table,
+                config.options(query),
+                own_rows=bool(rows),
             )
-            grads = xla.Grads(*(dense(g, table, x.shape) for g, x in zip(grads, (query, key, value), strict=True)))
-    return *(g.astype(query.dtype) for g in grads), None
+            grads = xla.Grads(*(dense(x, table, shape) for x, shape in zip(grads, shapes, strict=True)))
+    dq, dk, dv = (g.astype(query.dtype) for g in grads)
+    return dq, dk, dv, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+def _views(query: Array, key: Array, value: Array, ids: Array | None, table: BranchTable) -> xla.Inputs:
+    q, k, v = (segmented(x, table) for x in (query, key, value))
+    return xla.Inputs(q, k, v, None if ids is None else segmented(ids, table, fill=-1))
 
 
 def _name(what: str, number: int, table: BranchTable) -> str:

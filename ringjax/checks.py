@@ -54,7 +54,9 @@ def check_inputs(
         raise ValueError(f"`value` must have the shape of `key`, got {value.shape} and {key.shape}.")
     for axis, name in ((0, "batch"), (1, "length"), (3, "dim")):
         if key.shape[axis] != query.shape[axis]:
-            raise ValueError(f"`key` must have the {name} of `query` (self-attention), got {key.shape} and {query.shape}.")
+            raise ValueError(
+                f"`key` must have the {name} of `query` (self-attention), got {key.shape} and {query.shape}."
+            )
     if heads % kv_heads:
         raise ValueError(f"`query` heads must be a multiple of `key` heads, got {heads} and {kv_heads}.")
     if segment_ids is not None:
@@ -62,7 +64,9 @@ def check_inputs(
             given = getattr(segment_ids, "dtype", type(segment_ids).__name__)
             raise ValueError(f"`segment_ids` must be an integer array, got {given}.")
         if segment_ids.shape != (batch, length):
-            raise ValueError(f"`segment_ids` must have shape (batch, length) = {(batch, length)}, got {segment_ids.shape}.")
+            raise ValueError(
+                f"`segment_ids` must have shape (batch, length) = {(batch, length)}, got {segment_ids.shape}."
+            )
     true_length = length if seq_len is None else _index("seq_len", seq_len)
     if not 1 <= true_length <= length:
         raise ValueError(f"`seq_len` must be between 1 and the stored length {length}, got {seq_len}.")

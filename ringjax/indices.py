@@ -45,6 +45,7 @@ class BranchTable:
 
     @property
     def num_heads(self) -> int:
+        """Key/value heads that run the branch."""
         return len(self.offsets)
 
     @property
@@ -55,6 +56,7 @@ class BranchTable:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of the arrays."""
         return self.offsets.nbytes + self.counts.nbytes
 
 
@@ -73,7 +75,7 @@ _Key = tuple[DilationPattern, int, int, int]
 class _TableCache:
     """Keeps the most recently used tables, at most `capacity` of them."""
 
-    def __init__(self, capacity: int):
+    def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._lock = threading.Lock()
         self.clear()

@@ -121,14 +121,14 @@ class DilationPattern:
         while lengths[-1] < last:
             lengths.append(lengths[-1] * ratio)
         if lengths[-1] != last:
-            raise ValueError(f"`last` must be `first` times a power of `ratio`, got first={first}, last={last}, ratio={ratio}.")
+            raise ValueError(
+                f"`last` must be `first` times a power of `ratio`, got first={first}, last={last}, ratio={ratio}."
+            )
         rates = tuple(ratio**i for i in range(len(lengths)))
         return cls(tuple(lengths), rates, offsets, heads, mixing)
 
     @classmethod
-    def longnet(
-        cls, *, offsets: Offsets = "mod", heads: Heads = "all", mixing: Mixing = "exact"
-    ) -> DilationPattern:
+    def longnet(cls, *, offsets: Offsets = "mod", heads: Heads = "all", mixing: Mixing = "exact") -> DilationPattern:
         """The pattern of the LongNet paper: segments 2048 to 32768, rates 1, 2, 4, 6, 12.
 
         Example:
@@ -176,13 +176,13 @@ class DilationPattern:
         share, extra = divmod(num_kv_heads, num)
         result = []
         for i, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
-            w = w if seq_len is None else min(w, seq_len)
+            length = w if seq_len is None else min(w, seq_len)
             if self.heads == "grouped":
                 first, count = i * share + min(i, extra), share + (i < extra)
-                result.append(Branch(w, r, first, count, (i % r,) * count))
+                result.append(Branch(length, r, first, count, (i % r,) * count))
             else:
                 offsets = tuple(_offset(self.offsets, h, r, num_kv_heads) for h in range(num_kv_heads))
-                result.append(Branch(w, r, 0, num_kv_heads, offsets))
+                result.append(Branch(length, r, 0, num_kv_heads, offsets))
         return tuple(result)
 
     def coverage(self, num_heads: int, seq_len: int | None = None) -> Coverage:
@@ -204,9 +204,7 @@ class DilationPattern:
         length = max(self.segment_lengths) if seq_len is None else _positive_ints("seq_len", (seq_len,))[0]
         branches = self.branches(num_heads, length)
         share = _covered_pairs(branches, num_heads, length) / (num_heads * length)
-        reach = max(
-            ((rows - 1) * b.rate for b in branches for rows in b.rows(b.segment_length) if rows), default=0
-        )
+        reach = max(((rows - 1) * b.rate for b in branches for rows in b.rows(b.segment_length) if rows), default=0)
         notes = []
         for b in branches:
             used = len(set(b.offsets))

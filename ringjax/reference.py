@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
 from ringjax.checks import check_inputs
 from ringjax.pattern import Branch, DilationPattern
+from ringjax.softmax import accumulator
 
 
 def reference_attention(
@@ -41,18 +45,18 @@ def reference_attention(
     s = jnp.arange(shape.stored_length)
     p = s if rows is None else jnp.asarray(rows)
     ids = jnp.zeros((1, shape.stored_length), int) if segment_ids is None else segment_ids
-    same_document = (ids[:, p, None] == ids[:, None, :]) & (ids[:, p, None] >= 0)  # (B, R, T)
-    allowed = same_document & (p[:, None] < shape.length) & (s < shape.length)
-    allowed = allowed & (s <= p[:, None]) if is_causal else allowed
+    allowed = (ids[:, p, None] == ids[:, None, :]) & (ids[:, p, None] >= 0)  # one document, (B, R, T)
+    allowed = allowed & (p < shape.length)[None, :, None] & (s < shape.length)[None, None, :]
+    allowed = allowed & (s[None, None, :] <= p[None, :, None]) if is_causal else allowed
     branches = pattern.branches(shape.kv_heads, shape.length)
-    seen = [allowed[:, None] & _same_rows(b, shape.kv_heads, p, s) for b in branches]  # (B, K, R, T) each
-    counts = seen if pattern.mixing == "detached" else [sum(x.astype(int) for x in seen)]
+    seen = [allowed[:, None] & _same_rows(b, shape.kv_heads, p, s)[None] for b in branches]  # (B, K, R, T) each
+    counts = seen if pattern.mixing == "detached" else [functools.reduce(operator.add, (x.astype(int) for x in seen))]
 
-    acc = jnp.promote_types(query.dtype, jnp.float32)
+    acc = accumulator(query.dtype)
     q, k, v = (x.astype(acc) for x in (query[:, p], key, value))
     q = q.reshape(*q.shape[:2], shape.kv_heads, shape.group, shape.dim) * shape.scale
     scores = jnp.einsum("brkgh,bskh->bkgrs", q, k, precision="highest")
-    masked = jnp.where(sum(x.astype(int) for x in seen)[:, :, None] > 0, scores, jnp.finfo(acc).min / 2)
+    masked = jnp.where(functools.reduce(operator.or_, seen)[:, :, None], scores, jnp.finfo(acc).min / 2)
     weights = jnp.exp(masked - lax.stop_gradient(masked.max(-1, keepdims=True)))
     parts = [weights * c[:, :, None].astype(acc) for c in counts]
     totals = [x.sum(-1, keepdims=True) for x in parts]
@@ -72,4 +76,4 @@ def _same_rows(branch: Branch, kv_heads: int, p: Array, s: Array) -> Array:
     stop = branch.first_head + branch.num_heads
     offsets = offsets.at[branch.first_head : stop, 0].set(jnp.array(branch.offsets, int))
     chosen_p, chosen_s = (((x % w) % r)[None] == offsets for x in (p, s))
-    return chosen_p[:, :, None] & chosen_s[:, None, :] & (p[:, None] // w == s // w)
+    return chosen_p[:, :, None] & chosen_s[:, None, :] & (p[:, None] // w == s[None, :] // w)[None]

@@ -1,7 +1,7 @@
 """Between the dense sequence and the rows of one branch.
 
 A branch sees a sequence (B, T, ...) as a *view* (B * segments, rows, r * width): row ``j`` of a segment holds ``r``
-neighbouring positions side by side, so a head's selected rows, the same residue of each, are one column box of the view.
+neighbouring positions side by side, so a head's selected rows, the same residue in each, are one column of the view.
 Where ``r`` divides ``w`` and ``w`` divides ``T`` a view is a reshape and moves nothing; else the segments are padded.
 (Three axes and no more: XLA:CPU copies arrays whose reshape leaves an axis of size 1 in the middle.)
 """
@@ -31,7 +31,7 @@ def segmented(x: Array, table: BranchTable, fill: float = 0) -> Array:
 
 def dense(view: Array, table: BranchTable, shape: tuple[int, ...]) -> Array:
     """The sequence of this shape, (B, T, ...), whose view this is."""
-    batch, length, *rest = shape
+    batch, length = shape[:2]
     if table.segments * table.segment_length != length or table.rows * table.rate != table.segment_length:
         x = view.reshape(view.shape[0], table.rows * table.rate, -1)[:, : table.segment_length]
         view = x.reshape(batch, table.segments * table.segment_length, -1)[:, :length]

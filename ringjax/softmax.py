@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 
@@ -28,6 +29,11 @@ class Running(NamedTuple):
     total: Array
 
 
+def accumulator(dtype: jnp.dtype) -> jnp.dtype:
+    """The dtype in which sums over arrays of `dtype` are taken: at least float32."""
+    return np.promote_types(dtype, np.float32)
+
+
 def empty(out_shape: tuple[int, ...], dtype: jnp.dtype) -> Partial:
     """The partial over no keys."""
     return Partial(jnp.zeros(out_shape, dtype), jnp.full(out_shape[:-1], -jnp.inf, dtype))
@@ -43,9 +49,9 @@ def merge(a: Partial, b: Partial) -> Partial:
     return Partial(out, jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf))
 
 
-def start(rows: int, dim: int, dtype: jnp.dtype) -> Running:
-    """The state before the first key block."""
-    return Running(jnp.zeros((rows, dim), dtype), jnp.full((rows,), -jnp.inf, dtype), jnp.zeros((rows,), dtype))
+def start(queries: Array) -> Running:
+    """The state of these queries (M, H) before the first key block."""
+    return Running(jnp.zeros_like(queries), jnp.full_like(queries[:, 0], -jnp.inf), jnp.zeros_like(queries[:, 0]))
 
 
 def finish(state: Running) -> Partial:

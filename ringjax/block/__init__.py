@@ -1,0 +1,1 @@
+"""A block of queries against a block of keys, per backend."""

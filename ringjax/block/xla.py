@@ -1,16 +1,16 @@
-"""The rows of a branch against each other in plain XLA: a scan-based online softmax, forward and backward.
+r"""The rows of a branch against each other in plain XLA: a scan-based online softmax, forward and backward.
 
 Legend: ``Z`` segments of the batch, ``m`` rows, ``r`` rate, ``K`` key/value heads, ``G`` query heads per key/value
-head, ``H`` head dim; arrays come as the views of `ringjax.select`. A *task* is one head in `num` segments; its query rows
-stand as (m * G, H), so that a group shares its keys in one matrix multiply. One task's rows are gathered at a time:
+head, ``H`` head dim; arrays come as the views of `ringjax.select`. A *task* is one head in `num` segments; its query
+rows stand as (m * G, H), so that a group shares its keys in one matrix multiply. One task is gathered at a time:
 
     for each task:  for each query block:  for each key block that it sees:  step
 
-Blocks that causality masks altogether are never stepped on. Along the diagonal (`sizes.diagonal`), step ``j`` leaves out
-the query rows before its keys, so only half of a square per step is wasted:
+Blocks that causality masks altogether are never stepped on. Along the diagonal, step ``j`` (of `sizes.diagonal` keys)
+leaves out the query rows before its keys, so only half of a square per step is wasted:
 
     rows of the block   step 0  1  2  3
-    0                        \\
+    0                        \
     1                        #  \\
     2                        #  #  \\
     3                        #  #  #  \\
@@ -25,6 +25,7 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ringjax import softmax
@@ -45,6 +46,22 @@ class Grads(NamedTuple):
     value: Array
 
 
+class Inputs(NamedTuple):
+    """What a branch attends over, as views of it.
+
+    Attributes:
+        query: (Z, m, r * K * G * H).
+        key: (Z, m, r * K * H).
+        value: (Z, m, r * K * H).
+        ids: Segment ids (Z, m, r), or None.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    ids: Array | None
+
+
 @dataclasses.dataclass(frozen=True)
 class BlockOptions:
     """What both passes need to know besides arrays and table."""
@@ -56,22 +73,12 @@ class BlockOptions:
 
 
 def forward(
-    q: Array,
-    k: Array,
-    v: Array,
-    ids: Array | None,
-    prior: Partial,
-    table: BranchTable,
-    options: BlockOptions,
-    *,
-    keep_rows: bool,
+    inputs: Inputs, prior: Partial, table: BranchTable, options: BlockOptions, *, keep_rows: bool
 ) -> tuple[Partial, Array | None]:
     """Merges a branch into `prior`.
 
     Args:
-        q: Queries, a view (Z, m, r * K * G * H).
-        k, v: Keys and values, views (Z, m, r * K * H).
-        ids: Segment ids (Z, m, r) or None.
+        inputs: What to attend over.
         prior: Partial of earlier branches, views (Z, m, r * K * G * H) and (Z, m, r * K * G).
         table: The branch.
         options: Heads, mask and scale.
@@ -81,13 +88,14 @@ def forward(
         The merged partial, and the branch's own rows (Z, m, heads * G * H) or None.
     """
     group = options.group
-    head_width = q.shape[2] // (table.rate * options.kv_heads)
-    rows = jnp.zeros((*q.shape[:2], table.num_heads * head_width), q.dtype) if keep_rows else None
+    segments, rows_per_segment, width = inputs.query.shape
+    width = width // (table.rate * options.kv_heads) * table.num_heads
+    rows = jnp.zeros((segments, rows_per_segment, width), inputs.query.dtype) if keep_rows else None
 
     def task(carry: tuple[Partial, Array | None], at: _Task) -> tuple[Partial, Array | None]:
         merged, rows = carry
         attend = functools.partial(_attend, walk=_Walk(table, options))
-        part = _over_segments(attend, *_gather(q, k, v, ids, merged.lse.dtype, at, table, options), at.counts)
+        part = _over_segments(attend, *_gather(inputs, merged.lse.dtype, at, table, options), at.counts)
         out, lse = (_cropped(x, table, group) for x in part)  # (num, m, G * H), (num, m, G)
         split = (*lse.shape, -1)
         old = Partial(at.box.read(merged.out).reshape(split), at.box.read(merged.lse))
@@ -95,14 +103,11 @@ def forward(
         merged = Partial(at.box.write(merged.out, new.out.reshape(out.shape)), at.box.write(merged.lse, new.lse))
         return merged, None if rows is None else at.own.write(rows, out.astype(rows.dtype))
 
-    return _over_tasks(task, (prior, rows), q.shape[0], table, options)
+    return _over_tasks(task, (prior, rows), segments, table, options)
 
 
 def backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    ids: Array | None,
+    inputs: Inputs,
     out: Array,
     lse: Array,
     dout: Array,
@@ -115,12 +120,12 @@ def backward(
     """Adds a branch's gradients to `prior`, from the joint softmax.
 
     Args:
-        q, k, v, ids, table, options: As for `forward`.
-        out: The joint output, a view like `q`; with `own_rows` the branch's own rows, as `forward` keeps them
+        inputs, table, options: As for `forward`.
+        out: The joint output, a view like the query; with `own_rows` the branch's own rows, as `forward` keeps them
             (the gradient is then that of constant mixing weights).
         lse: The joint log-sum-exp, a view (Z, m, r * K * G), +inf for empty rows.
-        dout: The cotangent, a view like `q`.
-        prior: Gradients of earlier branches, views like `q`, `k` and `v`.
+        dout: The cotangent, a view like the query.
+        prior: Gradients of earlier branches.
         own_rows: What `out` is.
 
     Returns:
@@ -134,11 +139,12 @@ def backward(
         out_rows = _padded((at.own if own_rows else at.box).read(out), table, group).astype(lse.dtype)
         lse_rows = _padded(at.box.read(lse), table, group, jnp.inf)[..., 0]
         joint = dout_rows, lse_rows, jnp.sum(dout_rows * out_rows, axis=-1)
-        dq, dk, dv = _over_segments(gradients, *_gather(q, k, v, ids, lse.dtype, at, table, options), at.counts, *joint)
+        rows = _gather(inputs, lse.dtype, at, table, options)
+        dq, dk, dv = _over_segments(gradients, *rows, at.counts, *joint)
         new = Grads(_cropped(dq * options.scale, table, group), _cropped(dk, table, 1), _cropped(dv, table, 1))
         return Grads(*(at.box.write(old, at.box.read(old) + x) for old, x in zip(grads, new, strict=True)))
 
-    return _over_tasks(task, prior, q.shape[0], table, options)
+    return _over_tasks(task, prior, inputs.query.shape[0], table, options)
 
 
 def _attend(q: Array, k: Array, v: Array, ids: Array | None, count: Array, *, walk: _Walk) -> Partial:
@@ -156,7 +162,7 @@ def _attend(q: Array, k: Array, v: Array, ids: Array | None, count: Array, *, wa
             rest = softmax.Running(acc, rest.peak, rest.total + weights.sum(axis=1))
             return softmax.Running(*(_replaced(x, y, first) for x, y in zip(state, rest, strict=True)))
 
-        state = walk.over_keys(step, softmax.start(*q_block.shape, q.dtype), index, count)
+        state = walk.over_keys(step, softmax.start(q_block), index, count)
         part = softmax.finish(state)
         return Partial(*(walk.with_query_block(x, y, index) for x, y in zip(whole, part, strict=True)))
 
@@ -183,7 +189,9 @@ def _gradients(
             probs = lax.optimization_barrier(jnp.exp(scores - lse_block[first:, None]))
             dscores = probs * (_dot(dout_rows, v_block, 1, 1) - delta_block[first:, None])
             dq = _replaced(dq, dq[first:] + _dot(dscores, k_block, 1, 0), first)
-            return dq, walk.add_keys(dk, _dot(q_rows, dscores, 0, 0), keys), walk.add_keys(dv, _dot(dout_rows, probs, 0, 0), keys)
+            dk = walk.add_keys(dk, _dot(q_rows, dscores, 0, 0), keys)
+            dv = walk.add_keys(dv, _dot(dout_rows, probs, 0, 0), keys)
+            return dq, dk, dv
 
         dq, dk, dv = grads
         dq_block, dk, dv = walk.over_keys(step, (jnp.zeros_like(q_block), dk, dv), index, count)
@@ -206,7 +214,7 @@ class _Keys(NamedTuple):
 class _Walk:
     """The order in which one segment's blocks meet, the same forward and backward."""
 
-    def __init__(self, table: BranchTable, options: BlockOptions):
+    def __init__(self, table: BranchTable, options: BlockOptions) -> None:
         self.sizes: BlockSizes = table.sizes
         self.blocks = table.sizes.padded(table.rows) // table.sizes.query
         self.group, self.is_causal, self.is_ragged = options.group, options.is_causal, table.is_ragged
@@ -300,7 +308,7 @@ def _over_tasks(
         )
         return task(state, at)
 
-    return lax.fori_loop(0, jnp.int32(segments // num * table.num_heads), body, state)
+    return lax.fori_loop(np.int32(0), np.int32(segments // num * table.num_heads), body, state)
 
 
 def _together(segments: int, table: BranchTable, group: int) -> int:
@@ -311,20 +319,20 @@ def _together(segments: int, table: BranchTable, group: int) -> int:
     return max(n for n in range(1, most + 1) if segments % n == 0)
 
 
-def _over_segments(one: Callable[..., tuple[Array, ...]], *args: Array | None) -> tuple[Array, ...]:
+def _over_segments(one: Callable[..., tuple[Array, ...]], first: Array, *rest: Array | None) -> tuple[Array, ...]:
     """Maps `one` over the leading axis; a single segment goes without a batch axis, which would keep it on one core."""
-    if args[0].shape[0] > 1:
-        return jax.vmap(one)(*args)
-    return jax.tree.map(lambda x: x[None], one(*(None if x is None else x[0] for x in args)))
+    if first.shape[0] > 1:
+        return jax.vmap(one)(first, *rest)
+    return tuple(x[None] for x in one(first[0], *(None if x is None else x[0] for x in rest)))
 
 
 def _gather(
-    q: Array, k: Array, v: Array, ids: Array | None, acc: jnp.dtype, at: _Task, table: BranchTable, options: BlockOptions
+    inputs: Inputs, acc: jnp.dtype, at: _Task, table: BranchTable, options: BlockOptions
 ) -> tuple[Array, Array, Array, Array | None]:
     """A task's rows, padded to whole blocks: q scaled (num, M, H), k and v (num, S, H), ids (num, S) or None."""
-    q_rows = _padded(at.box.read(q), table, options.group).astype(acc) * options.scale
-    k_rows, v_rows = (_padded(at.box.read(x), table, 1).astype(acc) for x in (k, v))
-    id_rows = None if ids is None else _padded(at.ids.read(ids), table, 1, -1)[..., 0]
+    q_rows = _padded(at.box.read(inputs.query), table, options.group).astype(acc) * options.scale
+    k_rows, v_rows = (_padded(at.box.read(x), table, 1).astype(acc) for x in (inputs.key, inputs.value))
+    id_rows = None if inputs.ids is None else _padded(at.ids.read(inputs.ids), table, 1, -1)[..., 0]
     return q_rows, k_rows, v_rows, id_rows
 
 

@@ -1,0 +1,133 @@
+"""Cases and measures that the test files share."""
+
+import itertools
+import random
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ringjax as rj
+
+
+class Case(NamedTuple):
+    """One attention call: shapes, pattern and masks."""
+
+    length: int = 64
+    batch: int = 2
+    kv_heads: int = 2
+    group: int = 1
+    dim: int = 8
+    segment_lengths: tuple[int, ...] = (16, 64)
+    dilation_rates: tuple[int, ...] = (1, 4)
+    rule: str = "mod"  # offsets, "grouped" or "detached"
+    is_causal: bool = False
+    ids: bool = False
+    seq_len: int | None = None
+    scale: float | None = None
+
+    @property
+    def pattern(self) -> rj.DilationPattern:
+        keywords = {"grouped": {"heads": "grouped"}, "detached": {"mixing": "detached"}}
+        return rj.DilationPattern(
+            self.segment_lengths, self.dilation_rates, **keywords.get(self.rule, {"offsets": self.rule})
+        )
+
+    def keywords(self) -> dict:
+        rng = np.random.default_rng(self.length)
+        ids = np.sort(rng.integers(-1, 3, (self.batch, self.length)), axis=1)
+        return {
+            "is_causal": self.is_causal,
+            "segment_ids": jnp.asarray(ids, jnp.int32) if self.ids else None,
+            "seq_len": self.seq_len,
+            "scale": self.scale,
+        }
+
+    def arrays(self, dtype, seed: int = 0) -> tuple[jax.Array, ...]:
+        """query, key, value and a cotangent."""
+        rng = np.random.default_rng(seed)
+        heads = (self.kv_heads * self.group, self.kv_heads, self.kv_heads, self.kv_heads * self.group)
+        return tuple(jnp.asarray(rng.standard_normal((self.batch, self.length, n, self.dim)), dtype) for n in heads)
+
+
+def pairwise(seed: int = 0, **choices) -> list[dict]:
+    """Few combinations in which every pair of values of two parameters meets (greedy, deterministic)."""
+    names = list(choices)
+    rng = random.Random(seed)
+    todo = {
+        ((a, x), (b, y))
+        for a, b in itertools.combinations(range(len(names)), 2)
+        for x in range(len(choices[names[a]]))
+        for y in range(len(choices[names[b]]))
+    }
+    rows = []
+    while todo:
+        (a, x), (b, y) = sorted(todo)[0]
+        best, best_new = None, -1
+        for _ in range(60):
+            row = [rng.randrange(len(choices[n])) for n in names]
+            row[a], row[b] = x, y
+            new = sum(((i, row[i]), (j, row[j])) in todo for i, j in itertools.combinations(range(len(names)), 2))
+            if new > best_new:
+                best, best_new = row, new
+        todo -= {((i, best[i]), (j, best[j])) for i, j in itertools.combinations(range(len(names)), 2)}
+        rows.append({n: choices[n][i] for n, i in zip(names, best, strict=True)})
+    return rows
+
+
+def error(x, reference) -> float:
+    x, reference = np.asarray(x, np.float64), np.asarray(reference, np.float64)
+    return float(np.abs(x - reference).max() / max(1.0, np.abs(reference).max()))
+
+
+def with_gradients(attention, pattern, **keywords):
+    """A compiled function of query, key, value and cotangent: the output and the three gradients."""
+
+    @jax.jit
+    def both(q, k, v, g):
+        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, pattern, **keywords), q, k, v)
+        return out, *pull(g)
+
+    return both
+
+
+def run(attention, arrays, pattern, **keywords):
+    return with_gradients(attention, pattern, **keywords)(*arrays)
+
+
+def assert_equals_oracle(case: Case, tolerances=((np.float64, 1e-10), (np.float32, 2e-6))) -> None:
+    """Output and gradients in each dtype against the float64 oracle of the same (float32) inputs."""
+    arrays = case.arrays(np.float32)
+    with jax.enable_x64(True):
+        wide = [x.astype(np.float64) for x in arrays]
+        oracle = run(rj.reference_attention, wide, case.pattern, **case.keywords())
+    for dtype, tolerance in tolerances:
+        with jax.enable_x64(dtype == np.float64):
+            given = wide if dtype == np.float64 else arrays
+            ours = run(rj.dilated_attention, given, case.pattern, **case.keywords())
+        for name, x, reference in zip(("out", "dq", "dk", "dv"), ours, oracle, strict=True):
+            assert x.dtype == dtype, name
+            assert error(x, reference) <= tolerance, (name, dtype, error(x, reference), case)
+
+
+def count_matrix(case: Case) -> np.ndarray:
+    """How often query p of key/value head h sees key s, (B, K, T, T), in plain loops over the definition."""
+    length = case.length if case.seq_len is None else case.seq_len
+    ids = case.keywords()["segment_ids"]
+    ids = np.zeros((case.batch, case.length), int) if ids is None else np.asarray(ids)
+    count = np.zeros((case.batch, case.kv_heads, case.length, case.length), int)
+    num = len(case.segment_lengths)
+    groups = np.repeat(np.arange(num), [case.kv_heads // num + (i < case.kv_heads % num) for i in range(num)])
+    for i, (w, r) in enumerate(zip(case.segment_lengths, case.dilation_rates, strict=True)):
+        w = min(w, length)  # noqa: PLW2901
+        for h in range(case.kv_heads):
+            if case.rule == "grouped" and groups[h] != i:
+                continue
+            rules = {"block": h // -(-case.kv_heads // r), "none": 0, "grouped": i % r}
+            offset = rules.get(case.rule, h % r)
+            chosen = [p for p in range(length) if p % w % r == offset]
+            for b, p, s in itertools.product(range(case.batch), chosen, chosen):
+                visible = p // w == s // w and ids[b, p] == ids[b, s] >= 0
+                count[b, h, p, s] += visible and (s <= p or not case.is_causal)
+    return count

@@ -1,0 +1,114 @@
+"""`dilated_attention` against the oracle, forward and gradients, over a pairwise grid and random geometry."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, assert_equals_oracle, pairwise
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+GRID = [
+    Case(**row)
+    for row in pairwise(
+        length=[64, 61, 200],
+        kv_heads=[1, 3, 4],
+        group=[1, 2],
+        segment_lengths=[(16, 64), (7, 13), (300, 5)],
+        dilation_rates=[(1, 4), (3, 2), (9, 6)],
+        rule=["mod", "block", "none", "grouped", "detached"],
+        is_causal=[False, True],
+        ids=[False, True],
+        scale=[None, 0.7],
+    )
+] + [
+    # more than one block of queries and of keys, whole and ragged, with and without a group
+    Case(length=2304, batch=1, kv_heads=1, segment_lengths=(2304, 600), dilation_rates=(1, 2), is_causal=True),
+    Case(length=2304, batch=1, kv_heads=1, segment_lengths=(2304, 600), dilation_rates=(1, 2), ids=True),
+    Case(length=1500, batch=1, kv_heads=1, group=4, segment_lengths=(1100,), dilation_rates=(1,), seq_len=1400),
+    Case(length=1500, batch=1, kv_heads=1, group=4, segment_lengths=(1100,), dilation_rates=(1,), is_causal=True),
+    Case(length=2100, batch=1, kv_heads=1, segment_lengths=(2100, 8), dilation_rates=(1, 8), rule="detached"),
+]
+
+
+@pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(map(str, c)))
+def test_equals_oracle(case):
+    assert_equals_oracle(case)
+
+
+@st.composite
+def geometries(draw):
+    branches = draw(st.integers(1, 4))
+    length = draw(st.integers(1, 200))
+    return Case(
+        length=length,
+        batch=draw(st.integers(1, 2)),
+        kv_heads=draw(st.integers(1, 5)),
+        group=draw(st.integers(1, 3)),
+        dim=draw(st.sampled_from([1, 4, 8])),
+        segment_lengths=tuple(draw(st.lists(st.integers(1, 220), min_size=branches, max_size=branches))),
+        dilation_rates=tuple(draw(st.lists(st.integers(1, 17), min_size=branches, max_size=branches))),
+        rule=draw(st.sampled_from(["mod", "block", "none", "grouped", "detached"])),
+        is_causal=draw(st.booleans()),
+        ids=draw(st.booleans()),
+        seq_len=draw(st.one_of(st.none(), st.integers(1, length))),
+        scale=draw(st.sampled_from([None, 0.2, -1.5])),
+    )
+
+
+COMMON = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
+
+
+@settings(max_examples=20, **COMMON)
+@given(geometries())
+def test_random_geometry(case):
+    assert_equals_oracle(case)
+
+
+@pytest.mark.slow
+@settings(max_examples=300, **COMMON)
+@given(geometries())
+def test_random_geometry_long(case):
+    assert_equals_oracle(case)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_check_grads(is_causal):
+    from jax.test_util import check_grads
+
+    import ringjax as rj
+
+    case = Case(length=40, segment_lengths=(12, 40), dilation_rates=(2, 3), kv_heads=2, group=2, ids=True)
+    with jax.enable_x64(True):
+        q, k, v, _ = case.arrays(np.float64)
+        keywords = case.keywords() | {"is_causal": is_causal}
+        check_grads(
+            lambda q, k, v: rj.dilated_attention(q, k, v, case.pattern, **keywords), (q, k, v), order=1, modes=["rev"]
+        )
+
+
+def test_uncovered_rows_give_zero_and_no_gradient():
+    import ringjax as rj
+
+    case = Case(length=32, kv_heads=1, segment_lengths=(16,), dilation_rates=(4,))
+    q, k, v, g = case.arrays(np.float32)
+    out, pull = jax.vjp(lambda q, k, v: rj.dilated_attention(q, k, v, case.pattern), q, k, v)
+    covered = np.arange(32) % 4 == 0
+    for x in (out, *pull(g)):
+        assert not np.asarray(x)[:, ~covered].any()
+        assert np.asarray(x)[:, covered].all()
+
+
+def test_masked_blocks_are_not_computed():
+    """NaN in keys and values after the first blocks never meets the first query rows."""
+    import ringjax as rj
+
+    length, first = 4096, 256
+    case = Case(length=length, batch=1, kv_heads=1, segment_lengths=(length,), dilation_rates=(1,))
+    q, k, v, g = case.arrays(np.float32)
+    k, v = (x.at[:, first:].set(jnp.nan) for x in (k, v))
+    out, pull = jax.vjp(lambda q: rj.dilated_attention(q, k, v, case.pattern, is_causal=True), q)
+    (dq,) = pull(g)
+    for x in (out, dq):
+        assert np.isfinite(x[:, :first]).all()
+        assert np.isnan(x[:, first:]).any()

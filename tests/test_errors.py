@@ -1,0 +1,81 @@
+"""Every mistake of a caller names the argument, the rule and what was given."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ringjax as rj
+
+PATTERN = rj.DilationPattern((4, 8), (1, 2))
+Q = np.zeros((2, 8, 4, 4), np.float32)
+
+
+def call(q=Q, k=Q, v=Q, pattern=PATTERN, **keywords):
+    return rj.dilated_attention(
+        *(jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in (q, k, v)), pattern, **keywords
+    )
+
+
+BAD_CALLS = {
+    "rank": ({"q": Q[0]}, r"`query` must have rank 4 .*\(8, 4, 4\)"),
+    "key rank": ({"k": Q[None]}, r"`key` must have rank 4 .*\(1, 2, 8, 4, 4\)"),
+    "batch": ({"k": Q[:1], "v": Q[:1]}, r"`key` must have the batch of `query`.*\(1, 8, 4, 4\) and \(2, 8, 4, 4\)"),
+    "length": ({"k": Q[:, :4], "v": Q[:, :4]}, r"`key` must have the length of `query`"),
+    "dim": ({"k": Q[..., :2], "v": Q[..., :2]}, r"`key` must have the dim of `query`"),
+    "value": ({"v": Q[:, :, :2]}, r"`value` must have the shape of `key`, got \(2, 8, 2, 4\) and \(2, 8, 4, 4\)"),
+    "heads": ({"k": Q[:, :, :3], "v": Q[:, :, :3]}, r"`query` heads must be a multiple of `key` heads, got 4 and 3"),
+    "empty": ({"q": Q[:0], "k": Q[:0], "v": Q[:0]}, r"`query` must not be empty, got shape \(0, 8, 4, 4\)"),
+    "dtype": ({"k": Q.astype(np.float16)}, r"`key` must have the dtype of `query`, got float16 and float32"),
+    "integer": ({"q": Q.astype(np.int32)}, r"`query` must be floating point, got int32"),
+    "list": ({"q": [1.0]}, r"`query` must be an array, got list"),
+    "pattern": ({"pattern": (4, 8)}, r"`pattern` must be a DilationPattern, got tuple"),
+    "float ids": ({"segment_ids": jnp.zeros((2, 8))}, r"`segment_ids` must be an integer array, got float32"),
+    "ids shape": ({"segment_ids": jnp.zeros((2, 4), int)}, r"`segment_ids` must have shape .*\(2, 8\), got \(2, 4\)"),
+    "ids list": ({"segment_ids": [0]}, r"`segment_ids` must be an integer array, got list"),
+    "seq_len": ({"seq_len": 9}, r"`seq_len` must be between 1 and the stored length 8, got 9"),
+    "seq_len 0": ({"seq_len": 0}, r"`seq_len` must be between 1 and the stored length 8, got 0"),
+    "seq_len float": ({"seq_len": 4.0}, r"`seq_len` must be an integer, got 4.0"),
+    "scale": ({"scale": float("nan")}, r"`scale` must be a finite Python number, got nan"),
+    "scale word": ({"scale": "big"}, r"`scale` must be a finite Python number, got 'big'"),
+    "causal": ({"is_causal": 1}, r"`is_causal` must be a bool, got 1"),
+    "implementation": ({"implementation": "cuda"}, r"`implementation` must be None or one of .*got 'cuda'"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_call(name):
+    keywords, text = BAD_CALLS[name]
+    with pytest.raises(ValueError, match=text):
+        call(**keywords)
+
+
+BAD_PATTERNS = {
+    "lengths": (((4, 8), (1,)), {}, r"`segment_lengths` and `dilation_rates` must have the same length, got 2 and 1"),
+    "empty": (((), ()), {}, r"`segment_lengths` must not be empty, got \(\)"),
+    "w": (((4, 0), (1, 2)), {}, r"`segment_lengths` must be at least 1, got \(4, 0\)"),
+    "r": (((4, 8), (-1, 2)), {}, r"`dilation_rates` must be at least 1, got \(-1, 2\)"),
+    "float": (((4.0, 8), (1, 2)), {}, r"`segment_lengths` must be integers, got \(4.0, 8\)"),
+    "number": ((4, 1), {}, r"`segment_lengths` must be integers, got 4"),
+    "offsets": (((4,), (1,)), {"offsets": "odd"}, r"`offsets` must be one of \('mod', 'block', 'none'\), got 'odd'"),
+    "heads": (((4,), (1,)), {"heads": "some"}, r"`heads` must be one of \('all', 'grouped'\), got 'some'"),
+    "mixing": (((4,), (1,)), {"mixing": "soft"}, r"`mixing` must be one of \('exact', 'detached'\), got 'soft'"),
+    "grouped offsets": (((4,), (1,)), {"heads": "grouped", "offsets": "block"}, r"`offsets` must be .mod. .*'block'"),
+    "grouped mixing": (
+        ((4,), (1,)),
+        {"heads": "grouped", "mixing": "detached"},
+        r"`mixing` must be .exact. .*'detached'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PATTERNS)
+def test_bad_pattern(name):
+    arguments, keywords, text = BAD_PATTERNS[name]
+    with pytest.raises(ValueError, match=text):
+        rj.DilationPattern(*arguments, **keywords)
+
+
+def test_a_backend_that_is_not_there():
+    with pytest.raises(NotImplementedError, match="pallas"):
+        call(implementation="pallas")
+    assert call(implementation="xla").shape == Q.shape

@@ -1,0 +1,86 @@
+"""Low precision, extreme inputs, tiny shapes."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, count_matrix, error, run, with_gradients
+
+import ringjax as rj
+
+
+def naive(case: Case, dtype):
+    """The definition with every array and every sum in `dtype`."""
+    count = jnp.asarray(count_matrix(case))[:, :, None]
+
+    def attention(q, k, v, pattern):
+        del pattern  # the counts hold it
+        q = q.reshape(*q.shape[:2], case.kv_heads, case.group, case.dim) * jnp.asarray(case.dim**-0.5, dtype)
+        scores = jnp.einsum("bpkgh,bskh->bkgps", q, k).astype(dtype)
+        scores = jnp.where(count > 0, scores + jnp.log(jnp.maximum(count, 1)).astype(dtype), -jnp.inf)
+        weights = jax.nn.softmax(scores, axis=-1)
+        return jnp.einsum("bkgps,bskh->bpkgh", weights, v).astype(dtype).reshape(*q.shape[:2], -1, case.dim)
+
+    return attention
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_low_precision_error_is_that_of_the_naive_computation(dtype, is_causal):
+    case = Case(
+        length=160, kv_heads=2, group=2, dim=32, segment_lengths=(32, 160), dilation_rates=(1, 2), is_causal=is_causal
+    )
+    oracle = with_gradients(rj.reference_attention, case.pattern, is_causal=is_causal)
+    contenders = {
+        "ours": with_gradients(rj.dilated_attention, case.pattern, is_causal=is_causal),
+        "naive": with_gradients(naive(case, dtype), case.pattern),
+    }
+    errors = {name: np.zeros(4) for name in contenders}
+    for seed in range(5):
+        low = case.arrays(dtype, seed)
+        right = [np.asarray(x) for x in oracle(*(x.astype(jnp.float32) for x in low))]
+        for name, f in contenders.items():
+            got = [np.asarray(x, np.float32) for x in f(*low)]
+            errors[name] += [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(got, right, strict=True)]
+    ours, theirs = errors["ours"], errors["naive"]
+    assert (ours > 0).all()
+    assert ours[0] <= 2 * theirs[0]
+    assert (ours[1:] <= 3 * theirs[1:]).all(), (ours, theirs)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_extreme_logits_are_finite_and_right(is_causal):
+    case = Case(length=96, segment_lengths=(32, 96), dilation_rates=(1, 3), is_causal=is_causal)
+    q, k, v, g = case.arrays(np.float32)
+    for size in (1e4, -1e4):
+        pushed = (q.at[..., 0].set(size), k.at[..., 0].set(jnp.sign(k[..., 0])), v, g)
+        ours = run(rj.dilated_attention, pushed, case.pattern, is_causal=is_causal, scale=1.0)
+        oracle = run(rj.reference_attention, pushed, case.pattern, is_causal=is_causal, scale=1.0)
+        for x, y in zip(ours, oracle, strict=True):
+            assert np.isfinite(x).all()
+            # scores of 1e4 are rounded to 1e-3 in float32, and a softmax weight by as much
+            assert error(x, y) < 2e-3
+
+
+def test_all_masked_rows_are_zero():
+    case = Case(length=48)
+    q, k, v, g = case.arrays(np.float32)
+    ids = jnp.full((case.batch, case.length), -1, jnp.int32).at[0, 5].set(0)
+    for x in run(rj.dilated_attention, (q, k, v, g), case.pattern, segment_ids=ids, is_causal=True):
+        assert np.isfinite(x).all()
+        assert not np.asarray(x)[1].any()
+    out = rj.dilated_attention(q, k, v, case.pattern, segment_ids=ids)
+    assert error(out[0, 5], v[0, 5]) < 1e-6  # sees itself only
+    assert not np.delete(np.asarray(out[0]), 5, axis=0).any()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rates", [(1, 1), (1, 7)])
+def test_one_token(is_causal, rates):
+    case = Case(length=1, dilation_rates=rates)
+    q, k, v, g = case.arrays(np.float32)
+    out, dq, dk, dv = run(rj.dilated_attention, (q, k, v, g), case.pattern, is_causal=is_causal)
+    assert error(out, v) < 1e-6
+    assert error(dv, g) < 1e-6
+    assert error(dq, jnp.zeros_like(q)) < 1e-6
+    assert error(dk, jnp.zeros_like(k)) < 1e-6

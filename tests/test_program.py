@@ -1,0 +1,53 @@
+"""What can be counted in the compiled program: memory and size."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import ringjax as rj
+
+PATTERN = rj.DilationPattern((512, 2048, 8192), (1, 4, 16))
+
+
+def compiled_gradient(length, is_causal, heads=8, dim=64, pattern=PATTERN):
+    x = jax.ShapeDtypeStruct((1, length, heads, dim), jnp.float32)
+    f = jax.jit(
+        jax.grad(lambda q, k, v: rj.dilated_attention(q, k, v, pattern, is_causal=is_causal).sum(), argnums=(0, 1, 2))
+    )
+    return f.lower(x, x, x).compile(), 3 * math.prod(x.shape) * 4
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradient_memory_is_linear_and_small(is_causal):
+    small, _ = compiled_gradient(8192, is_causal)
+    large, inputs = compiled_gradient(32768, is_causal)
+    temp = [c.memory_analysis().temp_size_in_bytes for c in (small, large)]
+    assert temp[1] <= 2.5 * inputs
+    assert math.log(temp[1] / temp[0]) / math.log(4) <= 1.05
+
+
+def test_program_does_not_grow_with_the_length():
+    pattern = rj.DilationPattern.geometric(2048, 32768, 4)
+    sizes = [len(compiled_gradient(length, True, pattern=pattern)[0].as_text()) for length in (65536, 1048576)]
+    assert max(sizes) <= 1.2 * min(sizes)
+
+
+def test_no_constant_grows_with_the_length():
+    x = jax.ShapeDtypeStruct((1, 1048576, 2, 8), jnp.float32)
+    pattern = rj.DilationPattern((3000, 1048576), (7, 16))  # r does not divide w, w does not divide T
+    closed = jax.make_jaxpr(lambda q: rj.dilated_attention(q, q, q, pattern))(x)
+    assert max((np.size(c) for c in jax.tree.leaves(closed.consts)), default=0) < 100
+    assert len(jax.jit(lambda q: rj.dilated_attention(q, q, q, pattern)).lower(x).as_text()) < 400_000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_gradient_memory_at_full_size(is_causal):
+    pattern = rj.DilationPattern((2048, 8192, 32768), (1, 4, 8))
+    (small, _), (large, inputs) = (compiled_gradient(n, is_causal, pattern=pattern) for n in (16384, 65536))
+    temp = [c.memory_analysis().temp_size_in_bytes for c in (small, large)]
+    assert temp[1] <= 2.5 * inputs
+    assert math.log(temp[1] / temp[0]) / math.log(4) <= 1.05

@@ -1,0 +1,71 @@
+"""The oracle against the definition in plain loops."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, count_matrix, error, run
+
+import ringjax as rj
+
+CASES = [
+    Case(length=12, segment_lengths=(4, 12), dilation_rates=(1, 3), kv_heads=3),
+    Case(length=13, segment_lengths=(5, 9), dilation_rates=(2, 3), rule="block", is_causal=True, group=2),
+    Case(length=11, segment_lengths=(4, 20), dilation_rates=(5, 2), rule="none", ids=True, scale=0.3),
+    Case(length=14, segment_lengths=(4, 6, 7), dilation_rates=(1, 2, 3), rule="grouped", kv_heads=5, is_causal=True),
+    Case(length=12, segment_lengths=(4, 8), dilation_rates=(1, 2), rule="detached", seq_len=9, ids=True),
+]
+
+
+def by_hand(case: Case) -> np.ndarray:
+    q, k, v, _ = (np.asarray(x, np.float64) for x in case.arrays(np.float64))
+    scale = case.dim**-0.5 if case.scale is None else case.scale
+    count = count_matrix(case)
+    out = np.zeros_like(q)
+    for b, n, p in np.ndindex(case.batch, case.kv_heads * case.group, case.length):
+        h = n // case.group
+        weights = count[b, h, p] * np.exp(scale * k[b, :, h] @ q[b, p, n])
+        if weights.sum() > 0:
+            out[b, p, n] = weights @ v[b, :, h] / weights.sum()
+    return out / len(case.segment_lengths) if case.rule == "grouped" else out
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.rule)
+def test_reference_is_the_definition(case):
+    with jax.enable_x64(True):
+        q, k, v, _ = case.arrays(np.float64)
+        out = rj.reference_attention(q, k, v, case.pattern, **case.keywords())
+        assert error(out, by_hand(case)) < 1e-14
+        some = rj.reference_attention(q, k, v, case.pattern, rows=[3, 0, case.length - 1], **case.keywords())
+        assert error(some, np.asarray(out)[:, [3, 0, case.length - 1]]) < 1e-15
+
+
+def test_detached_mixing_holds_the_branch_weights_constant():
+    case = Case(length=12, segment_lengths=(4, 12), dilation_rates=(1, 2), kv_heads=1, batch=1)
+    with jax.enable_x64(True):
+        q, k, v, g = case.arrays(np.float64)
+        parts, lses = [], []
+
+        def branch(q, k, v, w, r):
+            p = jnp.arange(12)
+            seen = (p[:, None] // w == p[None] // w) & ((p % w % r)[:, None] == 0) & ((p % w % r)[None] == 0)
+            scores = jnp.where(seen, q[0, :, 0] @ k[0, :, 0].T * case.dim**-0.5, -1e30)
+            total = jnp.where(seen, jnp.exp(scores), 0).sum(1, keepdims=True)
+            weights = jnp.where(seen, jnp.exp(scores), 0) / jnp.where(total > 0, total, 1)
+            return weights @ v[0, :, 0], total
+
+        for w, r in ((4, 1), (12, 2)):
+            part, total = branch(q, k, v, w, r)
+            parts.append(part)
+            lses.append(total)
+        mix = [t / (lses[0] + lses[1]) for t in lses]
+
+        def frozen(q, k, v):
+            return sum(m * branch(q, k, v, w, r)[0] for m, (w, r) in zip(mix, ((4, 1), (12, 2)), strict=True))
+
+        expected = jax.vjp(frozen, q, k, v)[1](g[0, :, 0])
+        pattern = rj.DilationPattern((4, 12), (1, 2), mixing="detached")
+        for x, y in zip(run(rj.reference_attention, (q, k, v, g), pattern)[1:], expected, strict=True):
+            assert error(x, y) < 1e-14
+        exact = run(rj.reference_attention, (q, k, v, g), rj.DilationPattern((4, 12), (1, 2)))
+        assert error(exact[1], expected[0]) > 1e-3
