@@ -25,7 +25,6 @@ from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from ringjax import softmax
@@ -296,6 +295,7 @@ def _over_tasks(
     offsets, counts = jnp.asarray(table.offsets), jnp.asarray(table.counts)
 
     def body(index: Array, state: State) -> State:
+        index = index.astype(jnp.int32)  # int64 under x64
         first, head = (index // table.num_heads) * num, index % table.num_heads
         segment = (first + jnp.arange(num, dtype=jnp.int32)) % table.segments
         kind = jnp.clip(segment - table.whole_segments + 1, 0, 2)
@@ -308,7 +308,7 @@ def _over_tasks(
         )
         return task(state, at)
 
-    return lax.fori_loop(np.int32(0), np.int32(segments // num * table.num_heads), body, state)
+    return lax.fori_loop(0, segments // num * table.num_heads, body, state)
 
 
 def _together(segments: int, table: BranchTable, group: int) -> int:

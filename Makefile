@@ -1,0 +1,48 @@
+# Two commands do all the set-up: `make demo` and `make test`. `make test PYTHON=python3.12` picks an interpreter.
+PYTHON ?= python3
+VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+VENV := .venv-$(VERSION)
+BIN := $(VENV)/bin
+WORKERS ?= auto
+
+.PHONY: demo test test-slow lint types doctest bench million clean
+
+demo: $(VENV)/ready
+	$(BIN)/python examples/first_steps.py
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -n $(WORKERS)
+
+test-slow: $(VENV)/ready
+	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/ready
+	$(BIN)/mypy
+
+doctest: $(VENV)/ready
+	$(BIN)/python -m pytest -q --doctest-modules ringjax
+
+# beside PyTorch, which lives in an environment of its own
+bench: $(VENV)/ready .venv-torch/ready
+	$(BIN)/python benchmarks/compare.py --torch-python .venv-torch/bin/python
+
+million: $(VENV)/ready
+	$(BIN)/python benchmarks/million.py
+
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[test,bench,plot,dev]'
+	touch $@
+
+.venv-torch/ready:
+	$(PYTHON) -m venv .venv-torch
+	.venv-torch/bin/python -m pip install --quiet torch==2.13.0 numpy
+	touch $@
+
+clean:
+	rm -rf .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

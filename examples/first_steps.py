@@ -1,0 +1,103 @@
+"""First steps: 32,768 tokens of causal dilated attention on one device, and its gradient.
+
+    make demo                        # or: python examples/first_steps.py
+
+Dense attention would need 34 GB for the scores of this sequence. Here some rows are checked against the dense oracle,
+which computes just these rows, and the pattern is drawn to `pattern.png` (with matplotlib; as text without).
+"""
+
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import ringjax as rj
+
+LENGTH, HEADS, DIM = 32_768, 8, 64
+PATTERN = rj.DilationPattern(segment_lengths=(2048, 8192, 32768), dilation_rates=(1, 4, 8))
+
+
+def main() -> None:
+    print(f"{PATTERN} over {LENGTH:,} tokens, {HEADS} heads of {DIM}, float32, causal, on {jax.devices()[0]}")
+    coverage = PATTERN.coverage(HEADS)
+    print(f"every query sees up to {coverage.reach:,} tokens back; {coverage.share:.0%} of (position, head) covered")
+
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, LENGTH, HEADS, DIM))
+    rows = jnp.array([0, 1, 2047, 2048, 9000, 16384, 30000, 32767])
+    weights = jax.random.normal(jax.random.key(1), (1, len(rows), HEADS, DIM))
+
+    def attention(q, k, v):
+        return rj.dilated_attention(q, k, v, PATTERN, is_causal=True)
+
+    def loss(q, k, v):  # of the chosen rows only, so that the oracle can follow
+        return jnp.sum(attention(q, k, v)[:, rows] * weights)
+
+    def oracle(q, k, v):
+        return rj.reference_attention(q, k, v, PATTERN, is_causal=True, rows=rows)
+
+    print("\n                     compile        run   memory beyond inputs and outputs")
+    out = report("attention", attention, query, key, value)
+    grads = report("gradient", jax.grad(loss, argnums=(0, 1, 2)), query, key, value)
+
+    expected, pull = jax.vjp(jax.jit(oracle), query, key, value)
+    errors = {"output": error(out[:, rows], expected)}
+    errors |= {f"d{n}": error(a, b) for n, a, b in zip(("query", "key", "value"), grads, pull(weights), strict=True)}
+    print(f"\nagainst the dense oracle on {len(rows)} rows (largest error, float32):")
+    print("  " + "   ".join(f"{name} {e:.1e}" for name, e in errors.items()))
+    if max(errors.values()) > 2e-6:
+        raise SystemExit("ringjax and the oracle differ: please report this")
+    draw(Path("pattern.png"))
+
+
+def report(name, function, *args):
+    """Compiles and runs, and prints what that took."""
+    begin = time.perf_counter()
+    compiled = jax.jit(function).lower(*args).compile()
+    middle = time.perf_counter()
+    result = jax.block_until_ready(compiled(*args))
+    end = time.perf_counter()
+    memory = compiled.memory_analysis().temp_size_in_bytes
+    print(f"  {name:<14} {middle - begin:>10.2f} s {end - middle:>8.2f} s   {memory / 2**20:>8.0f} MiB")
+    return result
+
+
+def error(x, reference) -> float:
+    return float(jnp.abs(x - reference).max() / jnp.maximum(1, jnp.abs(reference).max()))
+
+
+def draw(path: Path) -> None:
+    """A small sibling of the pattern, as the number of branches in which a query sees a key."""
+    small, heads, length = rj.DilationPattern((16, 64, 256), (1, 4, 8)), (0, 1, 5), 256
+    position = np.arange(length)
+    counts = np.zeros((len(heads), length, length), int)
+    for branch in small.branches(HEADS):
+        for image, head in zip(counts, heads, strict=True):
+            chosen = position % branch.segment_length % branch.rate == branch.offsets[head]
+            segment = position // branch.segment_length
+            image += chosen[:, None] & chosen & (segment[:, None] == segment) & (position <= position[:, None])
+    try:
+        import matplotlib  # noqa: PLC0415
+    except ImportError:
+        print("\nthe first 32 positions of head 0 (install matplotlib for a picture):")
+        print("\n".join("  " + "".join(" .:#"[c] for c in row[:32]) for row in counts[0, :32]))
+        return
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+    from matplotlib.colors import ListedColormap  # noqa: PLC0415
+
+    figure, axes = plt.subplots(1, len(heads), figsize=(12, 4.6), layout="constrained")
+    colours = ListedColormap(["#f7f7f2", "#9ecae1", "#3182bd", "#08306b"])
+    for axis, image, head in zip(axes, counts, heads, strict=True):
+        picture = axis.imshow(image, cmap=colours, vmin=-0.5, vmax=3.5, interpolation="nearest")
+        axis.set(title=f"head {head}", xlabel="key position", ylabel="query position")
+    bar = figure.colorbar(picture, ax=axes, ticks=range(4), shrink=0.8)
+    bar.set_label("times a query sees a key")
+    figure.suptitle("Causal dilated attention: segments 16, 64, 256 with rates 1, 4, 8")
+    figure.savefig(path, dpi=110)
+    print(f"\na small sibling of the pattern is drawn in {path}")
+
+
+if __name__ == "__main__":
+    main()
