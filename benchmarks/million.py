@@ -1,8 +1,8 @@
 """One million tokens forward and backward on this machine, and time per token against 65,536 tokens.
 
 The pattern `geometric(1024, T, 4)` has segments up to the whole sequence and (nearly) constant work per token:
-1024 keys in the first branch, a quarter of that in the next, and so on. Each length runs in a process of its own, so that
-the peak memory is its own.
+1024 keys in the first branch, a quarter of that in the next, and so on. Each length runs in a process of its own, so
+that the peak memory is its own.
 
     python benchmarks/million.py            # `make million`
 """
@@ -79,8 +79,9 @@ def main() -> None:
             r = results[-1]
             print(
                 f"{'causal' if causal else 'full':>6} {length:>9,} tokens: {r['run_s']:7.2f} s, "
-                f"{r['us_per_token']:6.2f} us per token, compile {r['compile_s']:.1f} s, program {r['program_kB']:.0f} kB, "
-                f"temporaries {r['temp_over_qkv']:.2f} of q+k+v, peak {r['peak_GiB']:.1f} GiB, error {r['error']:.0e}",
+                f"{r['us_per_token']:6.2f} us per token, compile {r['compile_s']:.1f} s, "
+                f"program {r['program_kB']:.0f} kB, temporaries {r['temp_over_qkv']:.2f} of q+k+v, "
+                f"peak {r['peak_GiB']:.1f} GiB, error {r['error']:.0e}",
                 flush=True,
             )
         print(f"       time per token, 1M over 64K: {results[1]['us_per_token'] / results[0]['us_per_token']:.3f}")

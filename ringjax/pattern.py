@@ -196,9 +196,8 @@ class DilationPattern:
             UserWarning: For each branch whose rate exceeds the residues that its heads use.
 
         Example:
-            >>> DilationPattern((4, 8), (2, 4), offsets="none").coverage(num_heads=1)
-            Coverage(share=0.5, reach=4, notes=('Branch 4/2: its 1 head uses 1 of 2 residues.', \
-'Branch 8/4: its 1 head uses 1 of 4 residues.'))
+            >>> DilationPattern((8, 16), (2, 4)).coverage(num_heads=4)
+            Coverage(share=0.5, reach=12, notes=())
         """
         (num_heads,) = _positive_ints("num_heads", (num_heads,))
         length = max(self.segment_lengths) if seq_len is None else _positive_ints("seq_len", (seq_len,))[0]
