@@ -111,14 +111,14 @@ def check_equal(ours, theirs, names: list[str]) -> float:
     return worst
 
 
-def run(case: Case, peer: TorchPeer | None, repeats: int, folder: Path) -> dict[str, object]:
+def run(case: Case, peer: TorchPeer | None, repeats: int, folder: Path, with_dense: bool) -> dict[str, object]:
     rng = np.random.default_rng(0)
     host = {n: rng.standard_normal((1, case.length, HEADS, DIM), np.float32) for n in "qkvg"}
     args = [jnp.asarray(host[n]) for n in "qkvg"]
     contenders = {
         "ringjax": jitted(lambda q, k, v: rj.dilated_attention(q, k, v, case.pattern, is_causal=case.causal), case.grad)
     }
-    if case.length <= DENSE_LIMIT:
+    if with_dense and case.length <= DENSE_LIMIT:
         dense = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=case.causal)  # noqa: E731
         contenders["dense"] = jitted(dense, case.grad)
     size = 2048
@@ -171,6 +171,7 @@ def main() -> None:
         "--torch-python", help="interpreter of an environment with torch; without it, no PyTorch column"
     )
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--no-dense", action="store_true", help="leave out dense attention, most of the time")
     parser.add_argument("--only", default="", help='run the cases whose name holds this, say "32768 causal"')
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
@@ -180,7 +181,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for case in (c for c in CASES if options.only in str(c)):
-            r = run(case, peer, options.repeats, Path(folder))
+            r = run(case, peer, options.repeats, Path(folder), not options.no_dense)
             results.append(r)
             cells = [f"{r.get(n, math.nan):>{w}}" for n, w in (("ringjax_s", 9), ("torch_s", 8), ("dense_s", 8))]
             ratios = [f"{r.get(n, math.nan):>{w}}" for n, w in (("vs_torch", 8), ("vs_dense", 9))]

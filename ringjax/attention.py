@@ -134,6 +134,7 @@ def _forward(
                 Partial(*(segmented(x, table) for x in merged)),
                 table,
                 config.options(query),
+                is_first=number == 0,
                 keep_rows=config.pattern.mixing == "detached",
             )
             merged = Partial(*(dense(x, table, shape) for x, shape in zip(merged, shapes, strict=True)))
@@ -166,6 +167,7 @@ def _attention_bwd(config: _Config, residuals: Residuals, dout: Array) -> tuple[
                 xla.Grads(*(segmented(x, table) for x in grads)),
                 table,
                 config.options(query),
+                is_first=number == 0,
                 own_rows=bool(rows),
             )
             grads = xla.Grads(*(dense(x, table, shape) for x, shape in zip(grads, shapes, strict=True)))

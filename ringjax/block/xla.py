@@ -72,7 +72,7 @@ class BlockOptions:
 
 
 def forward(
-    inputs: Inputs, prior: Partial, table: BranchTable, options: BlockOptions, *, keep_rows: bool
+    inputs: Inputs, prior: Partial, table: BranchTable, options: BlockOptions, *, is_first: bool, keep_rows: bool
 ) -> tuple[Partial, Array | None]:
     """Merges a branch into `prior`.
 
@@ -81,6 +81,7 @@ def forward(
         prior: Partial of earlier branches, views (Z, m, r * K * G * H) and (Z, m, r * K * G).
         table: The branch.
         options: Heads, mask and scale.
+        is_first: Whether `prior` is empty, so that it need not be read.
         keep_rows: Whether to return the branch's own output rows too.
 
     Returns:
@@ -96,11 +97,13 @@ def forward(
         attend = functools.partial(_attend, walk=_Walk(table, options))
         part = _over_segments(attend, *_gather(inputs, merged.lse.dtype, at, table, options), at.counts)
         out, lse = (_cropped(x, table, group) for x in part)  # (num, m, G * H), (num, m, G)
-        split = (*lse.shape, -1)
-        old = Partial(at.box.read(merged.out).reshape(split), at.box.read(merged.lse))
-        new = softmax.merge(old, Partial(out.reshape(split), lse))
-        merged = Partial(at.box.write(merged.out, new.out.reshape(out.shape)), at.box.write(merged.lse, new.lse))
-        return merged, None if rows is None else at.own.write(rows, out.astype(rows.dtype))
+        rows = None if rows is None else at.own.write(rows, out.astype(rows.dtype))
+        if not is_first:
+            split = (*lse.shape, -1)
+            old = Partial(at.box.read(merged.out).reshape(split), at.box.read(merged.lse))
+            new = softmax.merge(old, Partial(out.reshape(split), lse))
+            out, lse = new.out.reshape(out.shape), new.lse
+        return Partial(at.box.write(merged.out, out), at.box.write(merged.lse, lse)), rows
 
     return _over_tasks(task, (prior, rows), segments, table, options)
 
@@ -114,12 +117,13 @@ def backward(
     table: BranchTable,
     options: BlockOptions,
     *,
+    is_first: bool,
     own_rows: bool,
 ) -> Grads:
     """Adds a branch's gradients to `prior`, from the joint softmax.
 
     Args:
-        inputs, table, options: As for `forward`.
+        inputs, table, options, is_first: As for `forward`.
         out: The joint output, a view like the query; with `own_rows` the branch's own rows, as `forward` keeps them
             (the gradient is then that of constant mixing weights).
         lse: The joint log-sum-exp, a view (Z, m, r * K * G), +inf for empty rows.
@@ -141,7 +145,8 @@ def backward(
         rows = _gather(inputs, lse.dtype, at, table, options)
         dq, dk, dv = _over_segments(gradients, *rows, at.counts, *joint)
         new = Grads(_cropped(dq * options.scale, table, group), _cropped(dk, table, 1), _cropped(dv, table, 1))
-        return Grads(*(at.box.write(old, at.box.read(old) + x) for old, x in zip(grads, new, strict=True)))
+        sums = new if is_first else Grads(*(at.box.read(old) + x for old, x in zip(grads, new, strict=True)))
+        return Grads(*(at.box.write(old, x) for old, x in zip(grads, sums, strict=True)))
 
     return _over_tasks(task, prior, inputs.query.shape[0], table, options)
 
@@ -251,7 +256,8 @@ class _Walk:
         if keys.is_diagonal:
             square = scores[: keys.size * self.group]
             row, column = (lax.broadcasted_iota(jnp.int32, square.shape, axis) for axis in (0, 1))
-            scores = _replaced(scores, jnp.where(column <= row // self.group, square, -jnp.inf), 0)
+            zero = jnp.minimum(count, 0)  # XLA cannot know, so it compares in registers and does not hoist the mask
+            scores = _replaced(scores, jnp.where(column <= row // self.group + zero, square, -jnp.inf), 0)
         elif keys.is_last:
             column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             scores = jnp.where(column < count - keys.start, scores, -jnp.inf)
