@@ -17,9 +17,9 @@ from jax.ad_checkpoint import checkpoint_name
 from ringjax import softmax
 from ringjax.block import xla
 from ringjax.checks import check_inputs
-from ringjax.indices import BranchTable, branch_tables
+from ringjax.indices import PartTable, part_tables
 from ringjax.pattern import DilationPattern
-from ringjax.select import dense, segmented
+from ringjax.select import segmented, to_bits
 from ringjax.softmax import Partial
 
 Implementation = Literal["xla", "pallas"]
@@ -34,12 +34,14 @@ class _Config:
     scale: float
 
     def options(self, query: Array) -> xla.BlockOptions:
-        return xla.BlockOptions(query.shape[2], query.shape[3], self.is_causal, self.scale)
+        """Sizes and options for a query (B, T, K, G, H)."""
+        batch, length, kv_heads, group, _ = query.shape
+        return xla.BlockOptions(batch, length, kv_heads, group, self.is_causal, self.scale, self.divisor)
 
-    def tables(self, query: Array) -> tuple[BranchTable, ...]:
-        """The branches for a query (B, T, K, G, H)."""
+    def tables(self, query: Array) -> tuple[PartTable, ...]:
+        """The parts of all branches for a query (B, T, K, G, H)."""
         _, length, kv_heads, group, _ = query.shape
-        return branch_tables(self.pattern, length, kv_heads, group)
+        return part_tables(self.pattern, length, kv_heads, group)
 
     @property
     def divisor(self) -> int:
@@ -126,19 +128,20 @@ def _forward(
     """Output (B, T, K, G, H), joint lse (B, T, K, G) and, for detached mixing, each branch's own rows."""
     merged = softmax.empty(query.shape, softmax.accumulator(query.dtype))
     shapes = [x.shape for x in merged]
+    inputs = xla.Inputs(to_bits(query), to_bits(key), to_bits(value), ids)
     rows = []
-    for number, table in enumerate(config.tables(query)):
-        with jax.named_scope(_name("branch", number, table)):
+    for table in config.tables(query):
+        with jax.named_scope(_name("branch", table)):
             merged, own = xla.forward(
-                _views(query, key, value, ids, table),
+                _segmented(inputs, table),
                 Partial(*(segmented(x, table) for x in merged)),
                 table,
                 config.options(query),
-                is_first=number == 0,
+                is_first=table.branch == 0,
                 keep_rows=config.pattern.mixing == "detached",
             )
-            merged = Partial(*(dense(x, table, shape) for x, shape in zip(merged, shapes, strict=True)))
-            rows += [] if own is None else [own]
+            merged = Partial(*(x.reshape(shape) for x, shape in zip(merged, shapes, strict=True)))
+            rows += [] if own is None else [own.astype(query.dtype)]
     out = (merged.out / config.divisor).astype(query.dtype)
     return checkpoint_name(out, "ringjax_out"), checkpoint_name(merged.lse, "ringjax_lse"), tuple(rows)
 
@@ -152,25 +155,24 @@ def _attention_fwd(
 
 def _attention_bwd(config: _Config, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array, None]:
     query, key, value, ids, out, lse, rows = residuals
-    lse = softmax.for_backward(lse)
-    if config.divisor > 1:  # the probabilities are those of the undivided softmax
-        dout, out = dout / config.divisor, out * config.divisor
+    inputs = xla.Inputs(to_bits(query), to_bits(key), to_bits(value), ids)
+    out, dout, rows = to_bits(out), to_bits(dout), tuple(to_bits(x) for x in rows)
     shapes = [x.shape for x in (query, key, value)]
     grads = xla.Grads(*(jnp.zeros(shape, lse.dtype) for shape in shapes))
     for number, table in enumerate(config.tables(query)):
-        with jax.named_scope(_name("branch_grad", number, table)):
+        with jax.named_scope(_name("branch_grad", table)):
             grads = xla.backward(
-                _views(query, key, value, ids, table),
+                _segmented(inputs, table),
                 rows[number] if rows else segmented(out, table),
-                segmented(lse, table, fill=jnp.inf),
+                segmented(lse, table),
                 segmented(dout, table),
                 xla.Grads(*(segmented(x, table) for x in grads)),
                 table,
                 config.options(query),
-                is_first=number == 0,
+                is_first=table.branch == 0,
                 own_rows=bool(rows),
             )
-            grads = xla.Grads(*(dense(x, table, shape) for x, shape in zip(grads, shapes, strict=True)))
+            grads = xla.Grads(*(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True)))
     dq, dk, dv = (g.astype(query.dtype) for g in grads)
     return dq, dk, dv, None
 
@@ -178,10 +180,10 @@ def _attention_bwd(config: _Config, residuals: Residuals, dout: Array) -> tuple[
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _views(query: Array, key: Array, value: Array, ids: Array | None, table: BranchTable) -> xla.Inputs:
-    q, k, v = (segmented(x, table) for x in (query, key, value))
-    return xla.Inputs(q, k, v, None if ids is None else segmented(ids, table, fill=-1))
+def _segmented(inputs: xla.Inputs, table: PartTable) -> xla.Inputs:
+    q, k, v = (segmented(x, table) for x in inputs[:3])
+    return xla.Inputs(q, k, v, None if inputs.ids is None else segmented(inputs.ids, table))
 
 
-def _name(what: str, number: int, table: BranchTable) -> str:
-    return f"{what}{number}_w{table.segment_length}_r{table.rate}"
+def _name(what: str, table: PartTable) -> str:
+    return f"{what}{table.branch}_w{table.segment_length}_r{table.rate}"

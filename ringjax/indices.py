@@ -1,6 +1,6 @@
 """The memoized tables of a pattern: rows per segment and head, and how they are cut into blocks.
 
-A table has one column per key/value head and never a row per position: what a compiled program holds of it does
+A table has one entry per key/value head and never one per position: what a compiled program holds of it does
 not grow with the sequence. Entries are read-only numpy, so they can be shared by traces and threads.
 """
 
@@ -18,46 +18,46 @@ from ringjax.pattern import DilationPattern
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BranchTable:
-    """One branch over a sequence.
+class PartTable:
+    """The whole segments of one branch, or its shorter last segment: a run of segments of one length.
 
     Attributes:
-        segment_length: ``w``, at most the sequence length.
-        rate: ``r``.
-        rows: Most rows that a head selects in a segment, ``ceil(w / r)``.
-        segments: Segments in the sequence, the last one maybe shorter.
-        whole_segments: Segments of full length.
-        first_head: First key/value head of the branch.
-        offsets: Residue of each head, (heads,).
-        counts: Rows that each head selects, (3, heads): in a whole segment, in the shorter last one, past the end.
+        branch: Number of the branch in the pattern.
+        start: Position of the first segment.
+        segments: How many.
+        segment_length: Their length, ``w`` or what is left of it.
+        rate: ``r``, at most the segment length.
+        rows: Most rows that a head selects in a segment, ``ceil(segment_length / r)``.
+        heads: Key/value heads that select any row, (heads,).
+        offsets: Residue of each, (heads,).
+        counts: Rows that each selects in a segment, (heads,).
         sizes: How the rows are cut into blocks.
     """
 
+    branch: int
+    start: int
+    segments: int
     segment_length: int
     rate: int
     rows: int
-    segments: int
-    whole_segments: int
-    first_head: int
+    heads: np.ndarray
     offsets: np.ndarray
     counts: np.ndarray
     sizes: BlockSizes
 
-    @property
-    def num_heads(self) -> int:
-        """Key/value heads that run the branch."""
-        return len(self.offsets)
+    def is_aligned(self, length: int) -> bool:
+        """Whether the part is a whole sequence of this length, cut evenly."""
+        return self.segments * self.segment_length == length and self.rows * self.rate == self.segment_length
 
     @property
     def is_ragged(self) -> bool:
         """Whether some head selects fewer rows than the blocks hold."""
-        kinds = 2 if self.segments > self.whole_segments else 1
-        return bool((self.counts[:kinds] != self.sizes.padded(self.rows)).any())
+        return bool((self.counts != self.sizes.padded(self.rows)).any())
 
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return self.offsets.nbytes + self.counts.nbytes
+        return self.heads.nbytes + self.offsets.nbytes + self.counts.nbytes
 
 
 class CacheInfo(NamedTuple):
@@ -82,10 +82,10 @@ class _TableCache:
 
     def clear(self) -> None:
         with self._lock:
-            self._entries: OrderedDict[_Key, tuple[BranchTable, ...]] = OrderedDict()
+            self._entries: OrderedDict[_Key, tuple[PartTable, ...]] = OrderedDict()
             self._hits = self._misses = 0
 
-    def get(self, key: _Key) -> tuple[BranchTable, ...]:
+    def get(self, key: _Key) -> tuple[PartTable, ...]:
         with self._lock:  # building takes microseconds: no second thread builds the same table
             if key in self._entries:
                 self._hits += 1
@@ -106,8 +106,8 @@ class _TableCache:
 _cache = _TableCache(capacity=256)
 
 
-def branch_tables(pattern: DilationPattern, length: int, kv_heads: int, group: int) -> tuple[BranchTable, ...]:
-    """The tables of the branches that have heads, from the cache."""
+def part_tables(pattern: DilationPattern, length: int, kv_heads: int, group: int) -> tuple[PartTable, ...]:
+    """The tables of the parts of all branches, from the cache."""
     return _cache.get((pattern, length, kv_heads, group))
 
 
@@ -135,31 +135,35 @@ def pattern_cache_clear() -> None:
     _cache.clear()
 
 
-def _build(pattern: DilationPattern, length: int, kv_heads: int, group: int) -> tuple[BranchTable, ...]:
+def _build(pattern: DilationPattern, length: int, kv_heads: int, group: int) -> tuple[PartTable, ...]:
     tables = []
-    for branch in pattern.branches(kv_heads, length):
-        if branch.num_heads == 0:
-            continue  # more branches than heads to deal out
+    for number, branch in enumerate(pattern.branches(kv_heads, length)):
         whole, rest = divmod(length, branch.segment_length)
-        rows = -(-branch.segment_length // branch.rate)
-        counts = [branch.rows(branch.segment_length), branch.rows(rest), [0] * branch.num_heads]
-        tables.append(
-            BranchTable(
-                segment_length=branch.segment_length,
-                rate=branch.rate,
-                rows=rows,
-                segments=whole + (rest > 0),
-                whole_segments=whole,
-                first_head=branch.first_head,
-                offsets=_frozen(branch.offsets),
-                counts=_frozen(counts),
-                sizes=cpu_block_sizes(rows, group),
+        for start, segments, size in ((0, whole, branch.segment_length), (length - rest, 1, rest)):
+            counts = branch.rows(size)
+            heads = [i for i, count in enumerate(counts) if count]
+            if not heads:
+                continue  # no last segment, or no head selects anything in it
+            rate = min(branch.rate, size)  # beyond that a head has its one row or none
+            rows = -(-size // rate)
+            tables.append(
+                PartTable(
+                    branch=number,
+                    start=start,
+                    segments=segments,
+                    segment_length=size,
+                    rate=rate,
+                    rows=rows,
+                    heads=_frozen([branch.first_head + i for i in heads]),
+                    offsets=_frozen([branch.offsets[i] for i in heads]),
+                    counts=_frozen([counts[i] for i in heads]),
+                    sizes=cpu_block_sizes(rows, group),
+                )
             )
-        )
     return tuple(tables)
 
 
-def _frozen(values: object) -> np.ndarray:
+def _frozen(values: list[int]) -> np.ndarray:
     array = np.array(values, np.int32)
     array.flags.writeable = False
     return array

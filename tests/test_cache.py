@@ -5,7 +5,7 @@ import numpy as np
 from cases import Case, error
 
 import ringjax as rj
-from ringjax.indices import _TableCache, branch_tables
+from ringjax.indices import _TableCache, part_tables
 
 CASE = Case(length=32)
 
@@ -29,7 +29,7 @@ def test_layers_over_one_pattern_make_one_miss():
 
 
 def test_entries_are_read_only_numpy_and_do_not_grow_with_the_length():
-    small, large = (branch_tables(CASE.pattern, length, 4, 1) for length in (64, 1 << 30))
+    small, large = (part_tables(CASE.pattern, length, 4, 1) for length in (64, 1 << 30))
     for table in (*small, *large):
         assert isinstance(table.offsets, np.ndarray)
         assert not table.offsets.flags.writeable
@@ -39,7 +39,7 @@ def test_entries_are_read_only_numpy_and_do_not_grow_with_the_length():
 
 def test_other_shapes_are_other_entries():
     for length, heads, group in ((64, 4, 1), (65, 4, 1), (64, 2, 1), (64, 4, 2), (64, 4, 1)):
-        branch_tables(CASE.pattern, length, heads, group)
+        part_tables(CASE.pattern, length, heads, group)
     info = rj.pattern_cache_info()
     assert (info.misses, info.hits, info.entries) == (4, 1, 4)
     rj.pattern_cache_clear()
@@ -63,7 +63,7 @@ def test_threads_share_entries():
     def work():
         start.wait()
         for length in range(1, 50):
-            tables.append((length, branch_tables(CASE.pattern, length, 2, 1)))
+            tables.append((length, part_tables(CASE.pattern, length, 2, 1)))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for t in threads:
@@ -73,4 +73,4 @@ def test_threads_share_entries():
     info = rj.pattern_cache_info()
     assert (info.misses, info.hits) == (49, 7 * 49)
     for length, table in tables:
-        assert table is branch_tables(CASE.pattern, length, 2, 1)
+        assert table is part_tables(CASE.pattern, length, 2, 1)

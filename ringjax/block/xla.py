@@ -1,8 +1,8 @@
 r"""The rows of a branch against each other in plain XLA: a scan-based online softmax, forward and backward.
 
-Legend: ``Z`` segments of the batch, ``m`` rows, ``r`` rate, ``K`` key/value heads, ``G`` query heads per key/value
-head, ``H`` head dim; arrays come as the views of `ringjax.select`. A *task* is one head in `num` segments; its query
-rows stand as (m * G, H), so that a group shares its keys in one matrix multiply. One task is gathered at a time:
+Legend: ``m`` rows, ``r`` rate, ``K`` key/value heads, ``G`` query heads per key/value head, ``H`` head dim; arrays come
+in the form of `ringjax.select`. A *task* is one head in `num` segments; its query rows stand as (m * G, H), so that a
+group shares its keys in one matrix multiply. One task is gathered at a time:
 
     for each task:  for each query block:  for each key block that it sees:  step
 
@@ -29,8 +29,8 @@ from jax import Array, lax
 
 from ringjax import softmax
 from ringjax.block.sizes import BlockSizes
-from ringjax.indices import BranchTable
-from ringjax.select import Box
+from ringjax.indices import PartTable
+from ringjax.select import Box, Columns, Windows, from_bits
 from ringjax.softmax import Partial
 
 State = TypeVar("State")
@@ -38,7 +38,7 @@ _TASK_ROWS = 2048  # short segments are taken together up to about this many que
 
 
 class Grads(NamedTuple):
-    """Gradients of query, key and value, as views of a branch."""
+    """Gradients of query, key and value."""
 
     query: Array
     key: Array
@@ -46,13 +46,13 @@ class Grads(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a branch attends over, as views of it.
+    """What a part of a branch attends over, in the form that `ringjax.select` reads.
 
     Attributes:
-        query: (Z, m, r * K * G * H).
-        key: (Z, m, r * K * H).
-        value: (Z, m, r * K * H).
-        ids: Segment ids (Z, m, r), or None.
+        query: From (B, T, K, G, H).
+        key: From (B, T, K, H).
+        value: From (B, T, K, H).
+        ids: From segment ids (B, T), or None.
     """
 
     query: Array
@@ -65,39 +65,42 @@ class Inputs(NamedTuple):
 class BlockOptions:
     """What both passes need to know besides arrays and table."""
 
+    batch: int
+    length: int
     kv_heads: int
     group: int
     is_causal: bool
     scale: float
+    divisor: int  # of the output
 
 
 def forward(
-    inputs: Inputs, prior: Partial, table: BranchTable, options: BlockOptions, *, is_first: bool, keep_rows: bool
+    inputs: Inputs, prior: Partial, table: PartTable, options: BlockOptions, *, is_first: bool, keep_rows: bool
 ) -> tuple[Partial, Array | None]:
-    """Merges a branch into `prior`.
+    """Merges a part of a branch into `prior`.
 
     Args:
         inputs: What to attend over.
-        prior: Partial of earlier branches, views (Z, m, r * K * G * H) and (Z, m, r * K * G).
-        table: The branch.
+        prior: Partial of earlier branches, from (B, T, K, G, H) and (B, T, K, G).
+        table: The part.
         options: Heads, mask and scale.
         is_first: Whether `prior` is empty, so that it need not be read.
-        keep_rows: Whether to return the branch's own output rows too.
+        keep_rows: Whether to return the part's own output rows too.
 
     Returns:
-        The merged partial, and the branch's own rows (Z, m, heads * G * H) or None.
+        The merged partial, and the part's own rows (B * segments, m, heads * G * H) or None.
     """
     group = options.group
-    segments, rows_per_segment, width = inputs.query.shape
-    width = width // (table.rate * options.kv_heads) * table.num_heads
-    rows = jnp.zeros((segments, rows_per_segment, width), inputs.query.dtype) if keep_rows else None
+    width = inputs.query.size // (options.batch * options.length * options.kv_heads)
+    own_shape = (options.batch * table.segments, table.rows, len(table.heads) * width)
+    rows = jnp.zeros(own_shape, prior.out.dtype) if keep_rows else None
 
     def task(carry: tuple[Partial, Array | None], at: _Task) -> tuple[Partial, Array | None]:
         merged, rows = carry
-        attend = functools.partial(_attend, walk=_Walk(table, options))
-        part = _over_segments(attend, *_gather(inputs, merged.lse.dtype, at, table, options), at.counts)
+        attend = functools.partial(_attend, count=at.selected, walk=_Walk(table, options))
+        part = _over_segments(attend, *_gather(inputs, merged.lse.dtype, at, table, options))
         out, lse = (_cropped(x, table, group) for x in part)  # (num, m, G * H), (num, m, G)
-        rows = None if rows is None else at.own.write(rows, out.astype(rows.dtype))
+        rows = None if rows is None else at.own.write(rows, out)
         if not is_first:
             split = (*lse.shape, -1)
             old = Partial(at.box.read(merged.out).reshape(split), at.box.read(merged.lse))
@@ -105,7 +108,7 @@ def forward(
             out, lse = new.out.reshape(out.shape), new.lse
         return Partial(at.box.write(merged.out, out), at.box.write(merged.lse, lse)), rows
 
-    return _over_tasks(task, (prior, rows), segments, table, options)
+    return _over_tasks(task, (prior, rows), table, options)
 
 
 def backward(
@@ -114,44 +117,46 @@ def backward(
     lse: Array,
     dout: Array,
     prior: Grads,
-    table: BranchTable,
+    table: PartTable,
     options: BlockOptions,
     *,
     is_first: bool,
     own_rows: bool,
 ) -> Grads:
-    """Adds a branch's gradients to `prior`, from the joint softmax.
+    """Adds a part's gradients to `prior`, from the joint softmax.
 
     Args:
         inputs, table, options, is_first: As for `forward`.
-        out: The joint output, a view like the query; with `own_rows` the branch's own rows, as `forward` keeps them
+        out: The joint output, like the query; with `own_rows` the part's own rows, as `forward` keeps them
             (the gradient is then that of constant mixing weights).
-        lse: The joint log-sum-exp, a view (Z, m, r * K * G), +inf for empty rows.
-        dout: The cotangent, a view like the query.
+        lse: The joint log-sum-exp.
+        dout: The cotangent, like the query.
         prior: Gradients of earlier branches.
         own_rows: What `out` is.
 
     Returns:
-        `prior` plus this branch's gradients.
+        `prior` plus this part's gradients.
     """
     group = options.group
 
     def task(grads: Grads, at: _Task) -> Grads:
-        gradients = functools.partial(_gradients, walk=_Walk(table, options))
-        dout_rows = _padded(at.box.read(dout), table, group).astype(lse.dtype)
-        out_rows = _padded((at.own if own_rows else at.box).read(out), table, group).astype(lse.dtype)
-        lse_rows = _padded(at.box.read(lse), table, group, jnp.inf)[..., 0]
-        joint = dout_rows, lse_rows, jnp.sum(dout_rows * out_rows, axis=-1)
+        gradients = functools.partial(_gradients, count=at.selected, walk=_Walk(table, options))
+        ids = None if inputs.ids is None else at.ids.read(inputs.ids)
+        dout_rows = _padded(_rows(at.box, dout, lse.dtype, ids), table, group)
+        out_rows = _padded(from_bits((at.own if own_rows else at.box).read(out)).astype(lse.dtype), table, group)
+        delta = jnp.sum(dout_rows * out_rows, axis=-1)  # of the undivided output, as the division cancels
+        lse_rows = softmax.for_backward(_padded(at.box.read(lse), table, group)[..., 0])
+        joint = dout_rows / options.divisor, lse_rows, delta
         rows = _gather(inputs, lse.dtype, at, table, options)
-        dq, dk, dv = _over_segments(gradients, *rows, at.counts, *joint)
+        dq, dk, dv = _over_segments(gradients, *rows, *joint)
         new = Grads(_cropped(dq * options.scale, table, group), _cropped(dk, table, 1), _cropped(dv, table, 1))
         sums = new if is_first else Grads(*(at.box.read(old) + x for old, x in zip(grads, new, strict=True)))
         return Grads(*(at.box.write(old, x) for old, x in zip(grads, sums, strict=True)))
 
-    return _over_tasks(task, prior, inputs.query.shape[0], table, options)
+    return _over_tasks(task, prior, table, options)
 
 
-def _attend(q: Array, k: Array, v: Array, ids: Array | None, count: Array, *, walk: _Walk) -> Partial:
+def _attend(q: Array, k: Array, v: Array, ids: Array | None, *, count: Array, walk: _Walk) -> Partial:
     """One head in one segment: q (M, H) already scaled, k and v (S, H), both padded to whole blocks."""
 
     def block(whole: Partial, index: Array | int) -> Partial:
@@ -174,7 +179,16 @@ def _attend(q: Array, k: Array, v: Array, ids: Array | None, count: Array, *, wa
 
 
 def _gradients(
-    q: Array, k: Array, v: Array, ids: Array | None, count: Array, dout: Array, lse: Array, delta: Array, *, walk: _Walk
+    q: Array,
+    k: Array,
+    v: Array,
+    ids: Array | None,
+    dout: Array,
+    lse: Array,
+    delta: Array,
+    *,
+    count: Array,
+    walk: _Walk,
 ) -> tuple[Array, Array, Array]:
     """Gradients of one head in one segment, (M, H), (S, H) and (S, H).
 
@@ -218,7 +232,7 @@ class _Keys(NamedTuple):
 class _Walk:
     """The order in which one segment's blocks meet, the same forward and backward."""
 
-    def __init__(self, table: BranchTable, options: BlockOptions) -> None:
+    def __init__(self, table: PartTable, options: BlockOptions) -> None:
         self.sizes: BlockSizes = table.sizes
         self.blocks = table.sizes.padded(table.rows) // table.sizes.query
         self.group, self.is_causal, self.is_ragged = options.group, options.is_causal, table.is_ragged
@@ -287,37 +301,34 @@ class _Walk:
 class _Task(NamedTuple):
     """One head in some segments."""
 
-    box: Box  # in views of all heads
-    own: Box  # in views of the branch's own rows
-    ids: Box  # in views without heads
-    counts: Array  # rows that the head selects, per segment
+    box: Box  # in arrays of all heads
+    own: Box  # in arrays of the part's own rows
+    ids: Box  # in arrays without heads
+    selected: Array  # rows that the head selects in a segment
 
 
-def _over_tasks(
-    task: Callable[[State, _Task], State], state: State, segments: int, table: BranchTable, options: BlockOptions
-) -> State:
-    """Runs `task` on every head of the branch in every segment of the batch."""
-    num = _together(segments, table, options.group)
-    offsets, counts = jnp.asarray(table.offsets), jnp.asarray(table.counts)
+def _over_tasks(task: Callable[[State, _Task], State], state: State, table: PartTable, options: BlockOptions) -> State:
+    """Runs `task` on every head of the part in every segment of the batch."""
+    heads, offsets, counts = (jnp.asarray(x) for x in (table.heads, table.offsets, table.counts))
+    num_heads, kv_heads = len(table.heads), options.kv_heads
+    is_aligned = table.is_aligned(options.length)
+    num = _together(options.batch * table.segments if is_aligned else table.segments, table, options.group)
 
     def body(index: Array, state: State) -> State:
         index = index.astype(jnp.int32)  # int64 under x64
-        first, head = (index // table.num_heads) * num, index % table.num_heads
-        segment = (first + jnp.arange(num, dtype=jnp.int32)) % table.segments
-        kind = jnp.clip(segment - table.whole_segments + 1, 0, 2)
-        column = offsets[head] * options.kv_heads + table.first_head + head
-        at = _Task(
-            box=Box(first, num, column, table.rate * options.kv_heads),
-            own=Box(first, num, head, table.num_heads),
-            ids=Box(first, num, offsets[head], table.rate),
-            counts=counts[kind, head],
-        )
-        return task(state, at)
+        segment, i = (index // num_heads) * num, index % num_heads
+        own, ids = Columns(segment, num, i, num_heads), Columns(segment, num, offsets[i], table.rate)
+        box: Box = Columns(segment, num, offsets[i] * kv_heads + heads[i], table.rate * kv_heads)
+        if not is_aligned:
+            row, nth = segment // table.segments, segment % table.segments
+            box = Windows(row, table.start + nth * table.segment_length, num, offsets[i], heads[i], kv_heads, table)
+            ids = box._replace(head=jnp.zeros_like(i), heads=1)  # type: ignore[assignment]
+        return task(state, _Task(box, own, ids, counts[i]))
 
-    return lax.fori_loop(0, segments // num * table.num_heads, body, state)
+    return lax.fori_loop(0, options.batch * table.segments // num * num_heads, body, state)
 
 
-def _together(segments: int, table: BranchTable, group: int) -> int:
+def _together(segments: int, table: PartTable, group: int) -> int:
     """How many segments one task takes: one, unless they are so short that a block holds several."""
     if table.sizes.padded(table.rows) != table.sizes.diagonal:
         return 1
@@ -325,31 +336,38 @@ def _together(segments: int, table: BranchTable, group: int) -> int:
     return max(n for n in range(1, most + 1) if segments % n == 0)
 
 
-def _over_segments(one: Callable[..., tuple[Array, ...]], first: Array, *rest: Array | None) -> tuple[Array, ...]:
+def _over_segments(one: Callable[..., tuple[Array, ...]], *args: Array | None) -> tuple[Array, ...]:
     """Maps `one` over the leading axis; a single segment goes without a batch axis, which would keep it on one core."""
-    if first.shape[0] > 1:
-        return jax.vmap(one)(first, *rest)
-    return tuple(x[None] for x in one(first[0], *(None if x is None else x[0] for x in rest)))
+    num = next(x.shape[0] for x in args if x is not None)
+    if num > 1:
+        return jax.vmap(one)(*args)
+    return tuple(x[None] for x in one(*(None if x is None else x[0] for x in args)))
 
 
 def _gather(
-    inputs: Inputs, acc: jnp.dtype, at: _Task, table: BranchTable, options: BlockOptions
+    inputs: Inputs, acc: jnp.dtype, at: _Task, table: PartTable, options: BlockOptions
 ) -> tuple[Array, Array, Array, Array | None]:
     """A task's rows, padded to whole blocks: q scaled (num, M, H), k and v (num, S, H), ids (num, S) or None."""
-    q_rows = _padded(at.box.read(inputs.query), table, options.group).astype(acc) * options.scale
-    k_rows, v_rows = (_padded(at.box.read(x), table, 1).astype(acc) for x in (inputs.key, inputs.value))
-    id_rows = None if inputs.ids is None else _padded(at.ids.read(inputs.ids), table, 1, -1)[..., 0]
-    return q_rows, k_rows, v_rows, id_rows
+    ids = None if inputs.ids is None else at.ids.read(inputs.ids)
+    q = _padded(_rows(at.box, inputs.query, acc, ids), table, options.group) * options.scale
+    k, v = (_padded(_rows(at.box, x, acc, ids), table, 1) for x in (inputs.key, inputs.value))
+    return q, k, v, None if ids is None else _padded(ids, table, 1)[..., 0]
 
 
-def _padded(x: Array, table: BranchTable, group: int, fill: float = 0) -> Array:
+def _rows(box: Box, x: Array, acc: jnp.dtype, ids: Array | None) -> Array:
+    """Rows (num, m, width) in the accumulator's dtype; 0 where the ids (num, m, 1) say padding, which may hold NaN."""
+    rows = from_bits(box.read(x)).astype(acc)
+    return rows if ids is None else jnp.where(ids >= 0, rows, 0)
+
+
+def _padded(x: Array, table: PartTable, group: int, fill: float = 0) -> Array:
     """Rows (num, m, G * width) as (num, M, width), M whole blocks."""
     x = x.reshape(x.shape[0], table.rows * group, -1)
     extra = (table.sizes.padded(table.rows) - table.rows) * group
     return jnp.pad(x, [(0, 0), (0, extra), (0, 0)], constant_values=fill) if extra else x
 
 
-def _cropped(x: Array, table: BranchTable, group: int) -> Array:
+def _cropped(x: Array, table: PartTable, group: int) -> Array:
     """Rows (num, M, width) or (num, M) as (num, m, G * width)."""
     return x[:, : table.rows * group].reshape(x.shape[0], table.rows, -1)
 
