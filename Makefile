@@ -1,6 +1,7 @@
 # Two commands do all the set-up: `make demo` and `make test`. `make test PYTHON=python3.12` picks an interpreter.
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+$(if $(VERSION),,$(error PYTHON=$(PYTHON) does not run: name an interpreter, Python 3.11 or later))
 VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto

@@ -59,6 +59,7 @@ CASES = [
     for grad in (False, True)
 ]
 HEADS, DIM = 8, 64
+CORES = len(os.sched_getaffinity(0))
 DENSE_LIMIT = 8192  # the scores of dense attention at 32,768 tokens take 34 GB
 
 
@@ -175,8 +176,8 @@ def main() -> None:
     parser.add_argument("--only", default="", help='run the cases whose name holds this, say "32768 causal"')
     parser.add_argument("--json", type=Path, help="also write the results here")
     options = parser.parse_args()
-    peer = TorchPeer(options.torch_python, os.cpu_count() or 1) if options.torch_python else None
-    print(f"jax {jax.__version__}, {os.cpu_count()} cores, (1, T, {HEADS}, {DIM}) float32, {options.repeats} repeats")
+    peer = TorchPeer(options.torch_python, CORES) if options.torch_python else None
+    print(f"jax {jax.__version__}, {CORES} cores, (1, T, {HEADS}, {DIM}) float32, {options.repeats} repeats")
     print("     T   mask    pass | ringjax s  torch s  dense s | vs torch  vs dense | GFLOP/s  of matmul")
     results = []
     with tempfile.TemporaryDirectory() as folder:

@@ -75,7 +75,7 @@ def main() -> None:
         for length in LENGTHS:
             repeats = options.repeats * (LENGTHS[-1] // length)
             command = [sys.executable, __file__, "--worker", str(length), str(int(causal)), str(repeats)]
-            results.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            results.append(json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout))
             r = results[-1]
             print(
                 f"{'causal' if causal else 'full':>6} {length:>9,} tokens: {r['run_s']:7.2f} s, "

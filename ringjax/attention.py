@@ -65,7 +65,8 @@ def dilated_attention(
 
     Each query sees, in every branch of the pattern that selects its position, the selected keys of its own
     segment; all these keys enter one softmax, and a key seen in two branches counts twice. A (position, head)
-    that no branch selects gives 0. Reverse-mode differentiable; forward mode (`jax.jvp`) is not defined.
+    that no branch selects gives 0. Reverse-mode differentiable; forward mode (`jax.jvp`) is not defined. Under
+    `jax.checkpoint`, the names "ringjax_out" and "ringjax_lse" tell a policy what to keep to save the recomputation.
 
     Args:
         query: Queries (B, T, N, H).
@@ -94,12 +95,10 @@ def dilated_attention(
         >>> rj.dilated_attention(q, k, v, pattern, is_causal=True).shape
         (1, 64, 4, 8)
     """
-    shape = check_inputs(query, key, value, pattern, segment_ids, seq_len, scale)
-    if not isinstance(is_causal, bool):
-        raise ValueError(f"`is_causal` must be a bool, got {is_causal!r}.")
+    shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
     _check_implementation(implementation)
-    query, key, value = (x[:, : shape.length] for x in (query, key, value))
-    ids = None if segment_ids is None else segment_ids[:, : shape.length]
+    query, key, value = (jnp.asarray(x)[:, : shape.length] for x in (query, key, value))
+    ids = None if segment_ids is None else jnp.asarray(segment_ids)[:, : shape.length]
     grouped = query.reshape(*query.shape[:2], shape.kv_heads, shape.group, shape.dim)
     out = _attention(_Config(pattern, is_causal, shape.scale), grouped, key, value, ids)
     out = out.reshape(query.shape)
@@ -141,7 +140,7 @@ def _forward(
                 keep_rows=config.pattern.mixing == "detached",
             )
             merged = Partial(*(x.reshape(shape) for x, shape in zip(merged, shapes, strict=True)))
-            rows += [] if own is None else [own.astype(query.dtype)]
+            rows += [] if own is None else [checkpoint_name(own.astype(query.dtype), "ringjax_out")]
     out = (merged.out / config.divisor).astype(query.dtype)
     return checkpoint_name(out, "ringjax_out"), checkpoint_name(merged.lse, "ringjax_lse"), tuple(rows)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import operator
+import numbers
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-from ringjax.pattern import DilationPattern
+from ringjax.pattern import DilationPattern, whole_number
 
 
 class AttentionShape(NamedTuple):
@@ -29,6 +29,7 @@ def check_inputs(
     key: Array,
     value: Array,
     pattern: DilationPattern,
+    is_causal: bool,
     segment_ids: Array | None,
     seq_len: int | None,
     scale: float | None,
@@ -36,6 +37,8 @@ def check_inputs(
     """Checks the arguments of an attention call and returns its sizes."""
     if not isinstance(pattern, DilationPattern):
         raise ValueError(f"`pattern` must be a DilationPattern, got {type(pattern).__name__}.")
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"`is_causal` must be a bool, got {is_causal!r}.")
     arrays = {"query": query, "key": key, "value": value}
     for name, x in arrays.items():
         if not hasattr(x, "shape") or not hasattr(x, "dtype"):
@@ -67,18 +70,17 @@ def check_inputs(
             raise ValueError(
                 f"`segment_ids` must have shape (batch, length) = {(batch, length)}, got {segment_ids.shape}."
             )
-    true_length = length if seq_len is None else _index("seq_len", seq_len)
-    if not 1 <= true_length <= length:
+    true_length = length if seq_len is None else whole_number("seq_len", seq_len)
+    if true_length > length:
         raise ValueError(f"`seq_len` must be between 1 and the stored length {length}, got {seq_len}.")
     if scale is None:
         scale = 1 / math.sqrt(dim)
-    elif isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise ValueError(f"`scale` must be a finite Python number, got {scale!r}.")
+    if not _is_finite_number(scale):
+        raise ValueError(f"`scale` must be a finite number, got {scale!r}.")
     return AttentionShape(batch, length, true_length, kv_heads, heads // kv_heads, dim, float(scale))
 
 
-def _index(name: str, value: int) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"`{name}` must be an integer, got {value!r}.") from None
+def _is_finite_number(value: object) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, numbers.Real) and math.isfinite(value)

@@ -73,13 +73,14 @@ class DilationPattern:
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
+    _: dataclasses.KW_ONLY
     offsets: Offsets = "mod"
     heads: Heads = "all"
     mixing: Mixing = "exact"
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
-            object.__setattr__(self, name, _positive_ints(name, getattr(self, name)))
+            object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
                 "`segment_lengths` and `dilation_rates` must have the same length, got "
@@ -113,10 +114,8 @@ class DilationPattern:
             >>> DilationPattern.geometric(2048, 32768, 4)
             DilationPattern(2048/1, 8192/4, 32768/16)
         """
-        first, last = _positive_ints("first, last", (first, last))
-        (ratio,) = _positive_ints("ratio", (ratio,))
-        if ratio < 2:
-            raise ValueError(f"`ratio` must be at least 2, got {ratio}.")
+        first, last = whole_number("first", first), whole_number("last", last)
+        ratio = whole_number("ratio", ratio, least=2)
         lengths = [first]
         while lengths[-1] < last:
             lengths.append(lengths[-1] * ratio)
@@ -125,7 +124,7 @@ class DilationPattern:
                 f"`last` must be `first` times a power of `ratio`, got first={first}, last={last}, ratio={ratio}."
             )
         rates = tuple(ratio**i for i in range(len(lengths)))
-        return cls(tuple(lengths), rates, offsets, heads, mixing)
+        return cls(tuple(lengths), rates, offsets=offsets, heads=heads, mixing=mixing)
 
     @classmethod
     def longnet(cls, *, offsets: Offsets = "mod", heads: Heads = "all", mixing: Mixing = "exact") -> DilationPattern:
@@ -135,7 +134,8 @@ class DilationPattern:
             >>> DilationPattern.longnet()
             DilationPattern(2048/1, 4096/2, 8192/4, 16384/6, 32768/12)
         """
-        return cls((2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12), offsets, heads, mixing)
+        lengths, rates = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
+        return cls(lengths, rates, offsets=offsets, heads=heads, mixing=mixing)
 
     @classmethod
     def for_length(
@@ -150,20 +150,21 @@ class DilationPattern:
     ) -> DilationPattern:
         """Log-spaced segments from `first` to the power of two at or below `max_len`, with rates 1, 2, 4, ….
 
-        This is how Prov-GigaPath derives the segments of its slide encoder. Where the lengths coincide
-        (`max_len` below `2 * first`) there is one branch.
+        This is how Prov-GigaPath derives the segments of its slide encoder. A `max_len` with no power of two beyond
+        `first` gives one dense branch of that length.
 
         Example:
             >>> DilationPattern.for_length(1_048_576)
             DilationPattern(1024/1, 5792/2, 32768/4, 185363/8, 1048576/16)
         """
-        max_len, first = _positive_ints("max_len, first", (max_len, first))
-        (branches,) = _positive_ints("branches", (branches,))
-        top = int(math.log2(max_len))
-        if 2**top <= first:
-            return cls((max_len,), (1,), offsets, heads, mixing)
-        lengths = np.power(2.0, np.linspace(math.log2(first), top, branches)).astype(int)
-        return cls(tuple(lengths.tolist()), tuple(2**i for i in range(branches)), offsets, heads, mixing)
+        max_len, first = whole_number("max_len", max_len), whole_number("first", first)
+        branches = whole_number("branches", branches, least=2)
+        last = 1 << (max_len.bit_length() - 1)
+        if last <= first:
+            return cls((max_len,), (1,), offsets=offsets, heads=heads, mixing=mixing)
+        between = np.power(2.0, np.linspace(math.log2(first), math.log2(last), branches)).astype(int).tolist()[1:-1]
+        rates = tuple(2**i for i in range(branches))
+        return cls((first, *between, last), rates, offsets=offsets, heads=heads, mixing=mixing)
 
     def branches(self, num_kv_heads: int, seq_len: int | None = None) -> tuple[Branch, ...]:
         """The branches for a number of key/value heads, with segments clamped to `seq_len`.
@@ -172,8 +173,8 @@ class DilationPattern:
             >>> DilationPattern((4, 8), (1, 2)).branches(num_kv_heads=3)[1].offsets
             (0, 1, 0)
         """
-        num = len(self.segment_lengths)
-        share, extra = divmod(num_kv_heads, num)
+        num_kv_heads = whole_number("num_kv_heads", num_kv_heads)
+        share, extra = divmod(num_kv_heads, len(self.segment_lengths))
         result = []
         for i, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
             length = w if seq_len is None else min(w, seq_len)
@@ -199,15 +200,15 @@ class DilationPattern:
             >>> DilationPattern((8, 16), (2, 4)).coverage(num_heads=4)
             Coverage(share=0.5, reach=12, notes=())
         """
-        (num_heads,) = _positive_ints("num_heads", (num_heads,))
-        length = max(self.segment_lengths) if seq_len is None else _positive_ints("seq_len", (seq_len,))[0]
+        num_heads = whole_number("num_heads", num_heads)
+        length = max(self.segment_lengths) if seq_len is None else whole_number("seq_len", seq_len)
         branches = self.branches(num_heads, length)
         share = _covered_pairs(branches, num_heads, length) / (num_heads * length)
         reach = max(((rows - 1) * b.rate for b in branches for rows in b.rows(b.segment_length) if rows), default=0)
         notes = []
         for b in branches:
             used = len(set(b.offsets))
-            if used < b.rate:
+            if b.num_heads and used < b.rate:
                 heads = "1 head uses" if b.num_heads == 1 else f"{b.num_heads} heads use"
                 notes.append(f"Branch {b.segment_length}/{b.rate}: its {heads} {used} of {b.rate} residues.")
                 warnings.warn(notes[-1], stacklevel=2)
@@ -248,13 +249,23 @@ def _covered_pairs(branches: tuple[Branch, ...], num_heads: int, length: int) ->
     return total
 
 
-def _positive_ints(name: str, values: Iterable[int]) -> tuple[int, ...]:
+def whole_number(name: str, value: int, least: int = 1) -> int:
+    """Checks an argument that counts something."""
     try:
-        result = tuple(operator.index(v) for v in values)
+        number = operator.index(value)
     except TypeError:
-        raise ValueError(f"`{name}` must be integers, got {values!r}.") from None
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ValueError(f"`{name}` must be an integer, got {value!r}.")
+    if number < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {value!r}.")
+    return number
+
+
+def _whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    if not isinstance(values, Iterable):
+        raise ValueError(f"`{name}` must be a list of integers, got {values!r}.")
+    result = tuple(whole_number(f"{name}[{i}]", v) for i, v in enumerate(values))
     if not result:
         raise ValueError(f"`{name}` must not be empty, got {values!r}.")
-    if min(result) < 1:
-        raise ValueError(f"`{name}` must be at least 1, got {values!r}.")
     return result

@@ -6,6 +6,7 @@ import functools
 import operator
 
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
@@ -41,10 +42,11 @@ def reference_attention(
         >>> rj.reference_attention(q, k, v, rj.DilationPattern((8, 16), (1, 2)), rows=[0, 15]).shape
         (1, 2, 2, 8)
     """
-    shape = check_inputs(query, key, value, pattern, segment_ids, seq_len, scale)
+    shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
     s = jnp.arange(shape.stored_length)
-    p = s if rows is None else jnp.asarray(rows)
-    ids = jnp.zeros((1, shape.stored_length), int) if segment_ids is None else segment_ids
+    p = s if rows is None else _checked_rows(rows, shape.stored_length)
+    ids = jnp.zeros((1, shape.stored_length), int) if segment_ids is None else jnp.asarray(segment_ids)
     allowed = (ids[:, p, None] == ids[:, None, :]) & (ids[:, p, None] >= 0)  # one document, (B, R, T)
     allowed = allowed & (p < shape.length)[None, :, None] & (s < shape.length)[None, None, :]
     allowed = allowed & (s[None, None, :] <= p[None, :, None]) if is_causal else allowed
@@ -67,6 +69,13 @@ def reference_attention(
     out = jnp.einsum("bkgrs,bskh->brkgh", probs, v, precision="highest")
     out = out / len(branches) if pattern.heads == "grouped" else out
     return out.reshape(*out.shape[:2], -1, shape.dim).astype(query.dtype)
+
+
+def _checked_rows(rows: ArrayLike, length: int) -> Array:
+    p = np.asarray(rows)
+    if p.ndim != 1 or p.size == 0 or not np.issubdtype(p.dtype, np.integer) or p.min() < 0 or p.max() >= length:
+        raise ValueError(f"`rows` must be a list of positions from 0 to {length - 1}, got {rows!r}.")
+    return jnp.asarray(p)
 
 
 def _same_rows(branch: Branch, kv_heads: int, p: Array, s: Array) -> Array:

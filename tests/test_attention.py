@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, assert_equals_oracle, pairwise
+from cases import Case, assert_equals_oracle, error, pairwise, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jax.test_util import check_grads
+
+import ringjax as rj
 
 GRID = [
     Case(**row)
@@ -28,6 +31,12 @@ GRID = [
     Case(length=1500, batch=1, kv_heads=1, group=4, segment_lengths=(1100,), dilation_rates=(1,), seq_len=1400),
     Case(length=1500, batch=1, kv_heads=1, group=4, segment_lengths=(1100,), dilation_rates=(1,), is_causal=True),
     Case(length=2100, batch=1, kv_heads=1, segment_lengths=(2100, 8), dilation_rates=(1, 8), rule="detached"),
+    Case(length=2048, batch=1, kv_heads=1, segment_lengths=(2048,), dilation_rates=(1,)),
+    Case(length=1300, kv_heads=2, group=4, segment_lengths=(1300,), dilation_rates=(2,), is_causal=True, ids=True),
+    Case(length=700, batch=1, kv_heads=3, group=5, segment_lengths=(700, 600), dilation_rates=(1, 2), rule="grouped"),
+    # many short segments, taken together, with and without a last shorter one
+    Case(length=960, kv_heads=2, segment_lengths=(16, 48), dilation_rates=(2, 5), is_causal=True),
+    Case(length=963, kv_heads=2, segment_lengths=(16, 48), dilation_rates=(2, 5)),
 ]
 
 
@@ -74,10 +83,6 @@ def test_random_geometry_long(case):
 
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_check_grads(is_causal):
-    from jax.test_util import check_grads
-
-    import ringjax as rj
-
     case = Case(length=40, segment_lengths=(12, 40), dilation_rates=(2, 3), kv_heads=2, group=2, ids=True)
     with jax.enable_x64(True):
         q, k, v, _ = case.arrays(np.float64)
@@ -88,8 +93,6 @@ def test_check_grads(is_causal):
 
 
 def test_uncovered_rows_give_zero_and_no_gradient():
-    import ringjax as rj
-
     case = Case(length=32, kv_heads=1, segment_lengths=(16,), dilation_rates=(4,))
     q, k, v, g = case.arrays(np.float32)
     out, pull = jax.vjp(lambda q, k, v: rj.dilated_attention(q, k, v, case.pattern), q, k, v)
@@ -101,8 +104,6 @@ def test_uncovered_rows_give_zero_and_no_gradient():
 
 def test_masked_blocks_are_not_computed():
     """NaN in keys and values after the first blocks never meets the first query rows."""
-    import ringjax as rj
-
     length, first = 4096, 256
     case = Case(length=length, batch=1, kv_heads=1, segment_lengths=(length,), dilation_rates=(1,))
     q, k, v, g = case.arrays(np.float32)
@@ -112,3 +113,31 @@ def test_masked_blocks_are_not_computed():
     for x in (out, dq):
         assert np.isfinite(x[:, :first]).all()
         assert np.isnan(x[:, first:]).any()
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, np.uint16, np.uint32])
+def test_ids_of_any_integer_dtype(dtype):
+    case = Case(length=24, segment_lengths=(8, 24), dilation_rates=(1, 3))
+    q, k, v, _ = case.arrays(np.float32)
+    ids = np.sort(np.random.default_rng(0).integers(0, 3, (2, 24)), axis=1)
+    expected = rj.reference_attention(q, k, v, case.pattern, segment_ids=jnp.asarray(ids, jnp.int32))
+    got = rj.dilated_attention(q, k, v, case.pattern, segment_ids=jnp.asarray(ids, dtype))
+    assert error(got, expected) < 2e-6
+
+
+def test_padding_may_hold_anything():
+    case = Case(length=24, segment_lengths=(8, 24), dilation_rates=(1, 3))
+    arrays = case.arrays(np.float32)
+    ids = jnp.zeros((2, 24), jnp.int32).at[:, 5:9].set(-1)
+    dirty = [x.at[:, 5:9].set(jnp.nan) for x in arrays]
+    clean = run(rj.dilated_attention, arrays, case.pattern, segment_ids=ids)
+    for x, y in zip(run(rj.dilated_attention, dirty, case.pattern, segment_ids=ids), clean, strict=True):
+        assert error(x, y) == 0
+
+
+def test_numpy_arrays_are_taken_as_jax_takes_them():
+    case = Case(length=24, segment_lengths=(8, 24), dilation_rates=(2, 3))
+    q, k, v, _ = (np.asarray(x, np.float64) for x in case.arrays(np.float32))
+    out, expected = (f(q, k, v, case.pattern) for f in (rj.dilated_attention, rj.reference_attention))
+    assert out.dtype == expected.dtype == jnp.float32
+    assert error(out, expected) < 2e-6

@@ -33,10 +33,10 @@ BAD_CALLS = {
     "ids shape": ({"segment_ids": jnp.zeros((2, 4), int)}, r"`segment_ids` must have shape .*\(2, 8\), got \(2, 4\)"),
     "ids list": ({"segment_ids": [0]}, r"`segment_ids` must be an integer array, got list"),
     "seq_len": ({"seq_len": 9}, r"`seq_len` must be between 1 and the stored length 8, got 9"),
-    "seq_len 0": ({"seq_len": 0}, r"`seq_len` must be between 1 and the stored length 8, got 0"),
+    "seq_len 0": ({"seq_len": 0}, r"`seq_len` must be at least 1, got 0"),
     "seq_len float": ({"seq_len": 4.0}, r"`seq_len` must be an integer, got 4.0"),
-    "scale": ({"scale": float("nan")}, r"`scale` must be a finite Python number, got nan"),
-    "scale word": ({"scale": "big"}, r"`scale` must be a finite Python number, got 'big'"),
+    "scale": ({"scale": float("nan")}, r"`scale` must be a finite number, got nan"),
+    "scale word": ({"scale": "big"}, r"`scale` must be a finite number, got 'big'"),
     "causal": ({"is_causal": 1}, r"`is_causal` must be a bool, got 1"),
     "implementation": ({"implementation": "cuda"}, r"`implementation` must be None or one of .*got 'cuda'"),
 }
@@ -52,10 +52,10 @@ def test_bad_call(name):
 BAD_PATTERNS = {
     "lengths": (((4, 8), (1,)), {}, r"`segment_lengths` and `dilation_rates` must have the same length, got 2 and 1"),
     "empty": (((), ()), {}, r"`segment_lengths` must not be empty, got \(\)"),
-    "w": (((4, 0), (1, 2)), {}, r"`segment_lengths` must be at least 1, got \(4, 0\)"),
-    "r": (((4, 8), (-1, 2)), {}, r"`dilation_rates` must be at least 1, got \(-1, 2\)"),
-    "float": (((4.0, 8), (1, 2)), {}, r"`segment_lengths` must be integers, got \(4.0, 8\)"),
-    "number": ((4, 1), {}, r"`segment_lengths` must be integers, got 4"),
+    "w": (((4, 0), (1, 2)), {}, r"`segment_lengths\[1\]` must be at least 1, got 0"),
+    "r": (((4, 8), (-1, 2)), {}, r"`dilation_rates\[0\]` must be at least 1, got -1"),
+    "float": (((4.0, 8), (1, 2)), {}, r"`segment_lengths\[0\]` must be an integer, got 4.0"),
+    "number": ((4, 1), {}, r"`segment_lengths` must be a list of integers, got 4"),
     "offsets": (((4,), (1,)), {"offsets": "odd"}, r"`offsets` must be one of \('mod', 'block', 'none'\), got 'odd'"),
     "heads": (((4,), (1,)), {"heads": "some"}, r"`heads` must be one of \('all', 'grouped'\), got 'some'"),
     "mixing": (((4,), (1,)), {"mixing": "soft"}, r"`mixing` must be one of \('exact', 'detached'\), got 'soft'"),
@@ -73,6 +73,12 @@ def test_bad_pattern(name):
     arguments, keywords, text = BAD_PATTERNS[name]
     with pytest.raises(ValueError, match=text):
         rj.DilationPattern(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("rows", [[-1], [8], [0.5], 3, [], [True]], ids=str)
+def test_bad_rows_of_the_oracle(rows):
+    with pytest.raises(ValueError, match=r"`rows` must be a list of positions from 0 to 7, got"):
+        rj.reference_attention(jnp.asarray(Q), jnp.asarray(Q), jnp.asarray(Q), PATTERN, rows=rows)
 
 
 def test_a_backend_that_is_not_there():

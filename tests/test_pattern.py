@@ -27,6 +27,8 @@ def test_presets():
     assert P.for_length(1048576) == P((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))
     assert P.for_length(1_500_000) == P.for_length(1048576)
     assert P.for_length(700) == P((700,), (1,))
+    assert P.for_length(64, first=9, branches=3) == P((9, 24, 64), (1, 2, 4))
+    assert P.for_length(2**50 - 1).segment_lengths[-1] == 2**49
     assert P.for_length(64, first=16, branches=3, mixing="detached") == P((16, 32, 64), (1, 2, 4), mixing="detached")
 
 
@@ -35,7 +37,7 @@ def test_presets():
     [
         ((4, 30, 2), "`last` must be `first` times a power"),
         ((4, 8, 1), "`ratio` must be at least 2"),
-        ((0, 8, 2), "at least 1"),
+        ((0, 8, 2), "`first` must be at least 1, got 0"),
     ],
 )
 def test_bad_presets(arguments, text):

@@ -20,13 +20,26 @@ def compiled_gradient(length, is_causal, heads=8, dim=64, pattern=PATTERN):
     return f.lower(x, x, x).compile(), 3 * math.prod(x.shape) * 4
 
 
+def temporaries(compiled) -> int:
+    return compiled.memory_analysis().temp_size_in_bytes
+
+
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_gradient_memory_is_linear_and_small(is_causal):
     small, _ = compiled_gradient(8192, is_causal)
     large, inputs = compiled_gradient(32768, is_causal)
-    temp = [c.memory_analysis().temp_size_in_bytes for c in (small, large)]
-    assert temp[1] <= 2.5 * inputs
-    assert math.log(temp[1] / temp[0]) / math.log(4) <= 1.05
+    assert temporaries(large) <= 2.5 * inputs
+    assert math.log(temporaries(large) / temporaries(small)) / math.log(4) <= 1.05
+
+
+@pytest.mark.parametrize(
+    ("length", "pattern"),
+    [(16385, PATTERN), (32768, rj.DilationPattern.longnet()), (4096, rj.DilationPattern((16,), (1 << 40,)))],
+    ids=["length", "rates", "rate beyond segment"],
+)
+def test_gradient_memory_is_small_where_nothing_divides(length, pattern):
+    compiled, inputs = compiled_gradient(length, False, pattern=pattern)
+    assert temporaries(compiled) <= 2.5 * inputs
 
 
 def test_program_does_not_grow_with_the_length():
@@ -48,6 +61,5 @@ def test_no_constant_grows_with_the_length():
 def test_gradient_memory_at_full_size(is_causal):
     pattern = rj.DilationPattern((2048, 8192, 32768), (1, 4, 8))
     (small, _), (large, inputs) = (compiled_gradient(n, is_causal, pattern=pattern) for n in (16384, 65536))
-    temp = [c.memory_analysis().temp_size_in_bytes for c in (small, large)]
-    assert temp[1] <= 2.5 * inputs
-    assert math.log(temp[1] / temp[0]) / math.log(4) <= 1.05
+    assert temporaries(large) <= 2.5 * inputs
+    assert math.log(temporaries(large) / temporaries(small)) / math.log(4) <= 1.05
