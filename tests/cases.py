@@ -1,5 +1,6 @@
 """Cases and measures that the test files share."""
 
+import functools
 import itertools
 import random
 from typing import NamedTuple
@@ -81,10 +82,10 @@ def error(x, reference) -> float:
     return float(np.abs(x - reference).max() / max(1.0, np.abs(reference).max()))
 
 
-def with_gradients(attention, pattern, **keywords):
+def with_gradients(attention, pattern, *, compiler_options=None, **keywords):
     """A compiled function of query, key, value and cotangent: the output and the three gradients."""
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiler_options)
     def both(q, k, v, g):
         out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, pattern, **keywords), q, k, v)
         return out, *pull(g)
@@ -96,16 +97,16 @@ def run(attention, arrays, pattern, **keywords):
     return with_gradients(attention, pattern, **keywords)(*arrays)
 
 
-def assert_equals_oracle(case: Case, tolerances=((np.float64, 1e-10), (np.float32, 2e-6))) -> None:
+def assert_equals_oracle(case: Case, tolerances=((np.float64, 1e-10), (np.float32, 2e-6)), **options) -> None:
     """Output and gradients in each dtype against the float64 oracle of the same (float32) inputs."""
     arrays = case.arrays(np.float32)
     with jax.enable_x64(True):
         wide = [x.astype(np.float64) for x in arrays]
-        oracle = run(rj.reference_attention, wide, case.pattern, **case.keywords())
+        oracle = run(rj.reference_attention, wide, case.pattern, **case.keywords(), **options)
     for dtype, tolerance in tolerances:
         with jax.enable_x64(dtype == np.float64):
             given = wide if dtype == np.float64 else arrays
-            ours = run(rj.dilated_attention, given, case.pattern, **case.keywords())
+            ours = run(rj.dilated_attention, given, case.pattern, **case.keywords(), **options)
         for name, x, reference in zip(("out", "dq", "dk", "dv"), ours, oracle, strict=True):
             assert x.dtype == dtype, name
             assert error(x, reference) <= tolerance, (name, dtype, error(x, reference), case)
