@@ -12,7 +12,7 @@ demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -n $(WORKERS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow

@@ -2,7 +2,7 @@
 
 A `Partial` is the attention of some queries over some keys. Branches, blocks and ring hops all yield partials
 over disjoint multisets of keys, and `merge` gives the partial over both. An *empty* row, one that saw no key,
-has ``out == 0`` and ``lse == -inf``: this file is the only one that knows.
+has ``out == 0`` and ``lse == -inf``; what that means for a merge and for the backward pass is said here only.
 """
 
 from __future__ import annotations
