@@ -11,9 +11,9 @@ leaves out the query rows before its keys, so only half of a square per step is 
 
     rows of the block   step 0  1  2  3
     0                        \
-    1                        #  \\
-    2                        #  #  \\
-    3                        #  #  #  \\
+    1                        #  \
+    2                        #  #  \
+    3                        #  #  #  \
 """
 
 from __future__ import annotations
