@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
+from jax import Array, lax
 
 from ringjax.block.sizes import BlockSizes, cpu_block_sizes
-from ringjax.pattern import DilationPattern
+from ringjax.pattern import Branch, DilationPattern
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,6 +35,8 @@ class PartTable:
         offsets: Residue of each, (heads,).
         counts: Rows that each selects in a segment, (heads,).
         sizes: How the rows are cut into blocks.
+        is_ragged: Whether some head selects fewer rows than the blocks hold.
+        has_empty_heads: Whether some of `heads` select no row; they have a count of 0.
     """
 
     branch: int
@@ -44,15 +49,20 @@ class PartTable:
     offsets: np.ndarray
     counts: np.ndarray
     sizes: BlockSizes
+    is_ragged: bool
+    has_empty_heads: bool
 
     def is_aligned(self, length: int) -> bool:
         """Whether the part is a whole sequence of this length, cut evenly."""
         return self.segments * self.segment_length == length and self.rows * self.rate == self.segment_length
 
-    @property
-    def is_ragged(self) -> bool:
-        """Whether some head selects fewer rows than the blocks hold."""
-        return bool((self.counts != self.sizes.padded(self.rows)).any())
+    def for_heads(self, first: Array, num: int) -> PartTable:
+        """The table of `num` of the heads, from `first` on, which is known at run time only.
+
+        For a table of all key/value heads; in the new one they are numbered from 0.
+        """
+        offsets, counts = (lax.dynamic_slice_in_dim(jnp.asarray(x), first, num) for x in (self.offsets, self.counts))
+        return dataclasses.replace(self, heads=_frozen(range(num)), offsets=offsets, counts=counts)
 
     @property
     def nbytes(self) -> int:
@@ -135,35 +145,53 @@ def pattern_cache_clear() -> None:
     _cache.clear()
 
 
-def _build(pattern: DilationPattern, length: int, kv_heads: int, group: int) -> tuple[PartTable, ...]:
+def _build(
+    pattern: DilationPattern, length: int, kv_heads: int, group: int, *, with_empty_heads: bool = False
+) -> tuple[PartTable, ...]:
+    branches = pattern.branches(kv_heads, length)
+    return tuple(
+        table
+        for number, branch in enumerate(branches)
+        for table in branch_tables(branch, number, length, group, with_empty_heads=with_empty_heads)
+    )
+
+
+def branch_tables(
+    branch: Branch, number: int, length: int, group: int, *, with_empty_heads: bool
+) -> tuple[PartTable, ...]:
+    """The tables of one branch over a sequence: its whole segments, and its shorter last one."""
     tables = []
-    for number, branch in enumerate(pattern.branches(kv_heads, length)):
-        whole, rest = divmod(length, branch.segment_length)
-        for start, segments, size in ((0, whole, branch.segment_length), (length - rest, 1, rest)):
-            counts = branch.rows(size)
-            heads = [i for i, count in enumerate(counts) if count]
-            if not heads:
-                continue  # no last segment, or no head selects anything in it
-            rate = min(branch.rate, size)  # beyond that a head has its one row or none
-            rows = -(-size // rate)
-            tables.append(
-                PartTable(
-                    branch=number,
-                    start=start,
-                    segments=segments,
-                    segment_length=size,
-                    rate=rate,
-                    rows=rows,
-                    heads=_frozen([branch.first_head + i for i in heads]),
-                    offsets=_frozen([branch.offsets[i] for i in heads]),
-                    counts=_frozen([counts[i] for i in heads]),
-                    sizes=cpu_block_sizes(rows, group),
-                )
+    whole, rest = divmod(length, branch.segment_length)
+    for start, segments, size in ((0, whole, branch.segment_length), (length - rest, 1, rest)):
+        counts = branch.rows(size) if segments and size else []
+        heads = [i for i, count in enumerate(counts) if count]
+        if not heads:
+            continue  # no such segment, or no head selects anything in it
+        if with_empty_heads:
+            heads = list(range(len(counts)))
+        rate = min(branch.rate, size)  # beyond that a head has its one row or none
+        rows = -(-size // rate)
+        sizes = cpu_block_sizes(rows, group)
+        tables.append(
+            PartTable(
+                branch=number,
+                start=start,
+                segments=segments,
+                segment_length=size,
+                rate=rate,
+                rows=rows,
+                heads=_frozen(branch.first_head + i for i in heads),
+                offsets=_frozen(min(branch.offsets[i], rate - 1) for i in heads),
+                counts=_frozen(counts[i] for i in heads),
+                sizes=sizes,
+                is_ragged=any(counts[i] != sizes.padded(rows) for i in heads),
+                has_empty_heads=any(counts[i] == 0 for i in heads),
             )
+        )
     return tuple(tables)
 
 
-def _frozen(values: list[int]) -> np.ndarray:
-    array = np.array(values, np.int32)
+def _frozen(values: Iterable[int]) -> np.ndarray:
+    array = np.array(list(values), np.int32)
     array.flags.writeable = False
     return array

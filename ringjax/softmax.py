@@ -39,6 +39,11 @@ def empty(out_shape: tuple[int, ...], dtype: jnp.dtype) -> Partial:
     return Partial(jnp.zeros(out_shape, dtype), jnp.full(out_shape[:-1], -jnp.inf, dtype))
 
 
+def empty_like(queries: Array) -> Partial:
+    """The partial of these queries (..., H) over no keys."""
+    return Partial(jnp.zeros_like(queries), jnp.full_like(queries[..., 0], -jnp.inf))
+
+
 def merge(a: Partial, b: Partial) -> Partial:
     """The partial over the keys of `a` and of `b` together."""
     peak = _finite(jnp.maximum(a.lse, b.lse))
