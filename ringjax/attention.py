@@ -1,52 +1,28 @@
-"""Dilated attention, the verb: branches put together, one custom VJP for all of them.
+"""Dilated attention, the verb: on one device, on a ring of them, and inside a user's own `shard_map`.
 
-Legend: ``B`` batch, ``T`` length, ``N`` query heads, ``K`` key/value heads, ``G = N / K``, ``H`` head dim.
+Legend: ``B`` batch, ``T`` length, ``N`` query heads, ``K`` key/value heads, ``H`` head dim.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
-from jax import Array
-from jax.ad_checkpoint import checkpoint_name
+from jax import Array, lax
+from jax.sharding import PartitionSpec
 
-from ringjax import softmax
-from ringjax.block import xla
-from ringjax.checks import check_inputs
-from ringjax.indices import PartTable, part_tables
+from ringjax import joint
+from ringjax.checks import AttentionShape, check_inputs
+from ringjax.devices import Ring, axes
+from ringjax.joint import Config, RingPlace
+from ringjax.layout import layout_named
+from ringjax.manual import alike
 from ringjax.pattern import DilationPattern
-from ringjax.select import segmented, to_bits
-from ringjax.softmax import Partial
+from ringjax.plan import STRATEGIES, StrategyName
+from ringjax.ring import AxisName
 
 Implementation = Literal["xla", "pallas"]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Config:
-    """The static side of a call."""
-
-    pattern: DilationPattern
-    is_causal: bool
-    scale: float
-
-    def options(self, query: Array) -> xla.BlockOptions:
-        """Sizes and options for a query (B, T, K, G, H)."""
-        batch, length, kv_heads, group, _ = query.shape
-        return xla.BlockOptions(batch, length, kv_heads, group, self.is_causal, self.scale, self.divisor)
-
-    def tables(self, query: Array) -> tuple[PartTable, ...]:
-        """The parts of all branches for a query (B, T, K, G, H)."""
-        _, length, kv_heads, group, _ = query.shape
-        return part_tables(self.pattern, length, kv_heads, group)
-
-    @property
-    def divisor(self) -> int:
-        """Grouped heads share the output out among the branches."""
-        return len(self.pattern.segment_lengths) if self.pattern.heads == "grouped" else 1
 
 
 def dilated_attention(
@@ -59,6 +35,7 @@ def dilated_attention(
     segment_ids: Array | None = None,
     seq_len: int | None = None,
     scale: float | None = None,
+    ring: Ring | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
     """Dilated self-attention, exact and linear in the length for patterns of constant work per token.
@@ -79,6 +56,8 @@ def dilated_attention(
             equals the same document alone only if it starts at a multiple of every segment length.
         seq_len: True length, at most T: later rows are padding as above, and segments are clamped to it.
         scale: Factor on the scores, ``1 / sqrt(H)`` by default.
+        ring: The devices that share the sequence, or None for one device. All arrays are then in the ring's layout
+            (`to_layout`), and stay sharded over it.
         implementation: ``"xla"``, or None to let ringjax choose.
 
     Returns:
@@ -97,13 +76,145 @@ def dilated_attention(
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
     _check_implementation(implementation)
-    query, key, value = (jnp.asarray(x)[:, : shape.length] for x in (query, key, value))
-    ids = None if segment_ids is None else jnp.asarray(segment_ids)[:, : shape.length]
-    grouped = query.reshape(*query.shape[:2], shape.kv_heads, shape.group, shape.dim)
-    out = _attention(_Config(pattern, is_causal, shape.scale), grouped, key, value, ids)
-    out = out.reshape(query.shape)
+    config = Config(pattern, is_causal, shape.scale)
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    if ring is None:
+        return _on_one_device(config, shape, query, key, value, ids)
+    if not isinstance(ring, Ring):
+        raise ValueError(f"`ring` must be a Ring, got {type(ring).__name__}.")
+    ring.check(query, key, value)
+    if all(ring.size(name) == 1 for name in ("axis_name", "batch_axis", "head_axis")):
+        return _on_one_device(config, shape, query, key, value, ids)
+    place = ring.place()
+
+    def local(query: Array, key: Array, value: Array, *ids: Array) -> Array:
+        return _on_ring(config, place, shape, query, key, value, ids[0] if ids else None)
+
+    spec, given = ring.spec(), () if ids is None else (ids,)
+    specs = (spec, spec, spec, *(PartitionSpec(*spec[:2]) for _ in given))
+    return jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=spec)(query, key, value, *given)
+
+
+def ring_dilated_attention(
+    query: Array,
+    key: Array,
+    value: Array,
+    pattern: DilationPattern,
+    *,
+    axis_name: AxisName = "ring",
+    layout: str = "contiguous",
+    head_axis: AxisName | None = None,
+    is_causal: bool = False,
+    segment_ids: Array | None = None,
+    seq_len: int | None = None,
+    scale: float | None = None,
+    strategy: StrategyName = "auto",
+    memory_budget: int | None = None,
+    implementation: Implementation | None = None,
+) -> Array:
+    """Dilated self-attention over a ring, for use inside your own `jax.shard_map`.
+
+    Args:
+        query: This device's queries (B, T / p, N, H).
+        key: This device's keys (B, T / p, K, H).
+        value: This device's values, the shape of `key`.
+        pattern: The branches.
+        axis_name: The mesh axis over which the sequence is sharded, or several, taken together.
+        layout: Order of the sequence over the devices, ``"contiguous"`` or ``"zigzag"``.
+        head_axis: The mesh axis over which the heads are sharded, if any.
+        segment_ids: This device's integers (B, T / p).
+        seq_len: True length of the whole sequence.
+        is_causal, scale, implementation: As for `dilated_attention`.
+        strategy, memory_budget: As for `Ring`.
+
+    Returns:
+        This device's attention (B, T / p, N, H).
+
+    Raises:
+        ValueError: If an argument is not as described.
+        NotImplementedError: If `implementation` cannot do this case.
+
+    Example:
+        >>> import jax, ringjax as rj
+        >>> mesh = jax.make_mesh((1,), ("ring",))
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 4, 8))
+        >>> pattern = rj.DilationPattern((16, 64), (1, 4))
+        >>> spec = jax.P(None, "ring")
+        >>> f = lambda q, k, v: rj.ring_dilated_attention(q, k, v, pattern, axis_name="ring")
+        >>> jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)(q, k, v).shape
+        (1, 64, 4, 8)
+    """
+    if strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}.")
+    ring_size, head_shards = _axis_size("axis_name", axis_name), _axis_size("head_axis", head_axis)
+    layout_named(layout)
+    shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
+    _check_implementation(implementation)
+    chunks = layout_named(layout).chunks if ring_size > 1 else 1
+    if query.shape[1] % chunks:
+        raise ValueError(
+            f"`query` length per device must be a multiple of {chunks} for layout {layout!r}, got {query.shape[1]}."
+        )
+    place = RingPlace(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards)
+    return _on_ring(Config(pattern, is_causal, shape.scale), place, shape, query, key, value, segment_ids)
+
+
+def _on_one_device(
+    config: Config, shape: AttentionShape, query: Array, key: Array, value: Array, ids: Array | None
+) -> Array:
+    """All arrays whole: padding at the end is left out of the work."""
+    query, key, value, ids = (None if x is None else x[:, : shape.length] for x in (query, key, value, ids))
+    out = _attention(config, query, key, value, ids)
     padding = shape.stored_length - shape.length
     return jnp.pad(out, [(0, 0), (0, padding), (0, 0), (0, 0)]) if padding else out
+
+
+def _on_ring(
+    config: Config,
+    place: RingPlace,
+    shape: AttentionShape,
+    query: Array,
+    key: Array,
+    value: Array,
+    ids: Array | None,
+) -> Array:
+    """What each device does inside `shard_map`; padding at the end gets ids of its own."""
+    config = Config(config.pattern, config.is_causal, config.scale, place)
+    if place.axis_size == 1:
+        query, key, value, ids = alike(query, key, value, ids)
+        return _on_one_device(config, shape, query, key, value, ids)
+    if shape.length < shape.stored_length:
+        config = Config(config.pattern, config.is_causal, config.scale, place, shape.length)
+        given = jnp.zeros(query.shape[:2], jnp.int32) if ids is None else ids
+        ids = jnp.where(
+            (_positions(place, query.shape[1]) < shape.length)[None, :], given, jnp.asarray(-1, given.dtype)
+        )
+    me = lax.axis_index(place.axis_name)
+    query, key, value, ids, _ = alike(query, key, value, ids, me)
+    return _attention(config, query, key, value, ids)
+
+
+def _attention(config: Config, query: Array, key: Array, value: Array, ids: Array | None) -> Array:
+    batch, length, heads, dim = query.shape
+    kv_heads = key.shape[2]
+    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, dim)
+    return joint.attention(config, grouped, key, value, ids).reshape(query.shape)
+
+
+def _positions(place: RingPlace, length: int) -> Array:
+    """Original position of each row of this device."""
+    layout, me = layout_named(place.layout), lax.axis_index(place.axis_name)
+    chunk = jnp.arange(length // layout.chunks, dtype=jnp.int32)
+    starts = [layout.chunk_of(me, i, place.axis_size) * len(chunk) for i in range(layout.chunks)]
+    return jnp.concatenate([start + chunk for start in starts])
+
+
+def _axis_size(name: str, value: AxisName | None) -> int:
+    try:
+        return 1 if value is None else lax.axis_size(value)
+    except NameError:
+        raise ValueError(f"`{name}` must name axes of the `shard_map` around the call, got {axes(value)}.") from None
 
 
 def _check_implementation(implementation: Implementation | None) -> None:
@@ -111,78 +222,3 @@ def _check_implementation(implementation: Implementation | None) -> None:
         raise ValueError(f"`implementation` must be None or one of {get_args(Implementation)}, got {implementation!r}.")
     if implementation == "pallas":
         raise NotImplementedError('`implementation="pallas"` is not there yet; "xla" runs on every platform.')
-
-
-Residuals = tuple[Array, Array, Array, Array | None, Array, Array, tuple[Array, ...]]
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(config: _Config, query: Array, key: Array, value: Array, ids: Array | None) -> Array:
-    return _forward(config, query, key, value, ids)[0]
-
-
-def _forward(
-    config: _Config, query: Array, key: Array, value: Array, ids: Array | None
-) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Output (B, T, K, G, H), joint lse (B, T, K, G) and, for detached mixing, each branch's own rows."""
-    merged = softmax.empty(query.shape, softmax.accumulator(query.dtype))
-    shapes = [x.shape for x in merged]
-    inputs = xla.Inputs(to_bits(query), to_bits(key), to_bits(value), ids)
-    rows = []
-    for table in config.tables(query):
-        with jax.named_scope(_name("branch", table)):
-            merged, own = xla.forward(
-                _segmented(inputs, table),
-                Partial(*(segmented(x, table) for x in merged)),
-                table,
-                config.options(query),
-                is_first=table.branch == 0,
-                keep_rows=config.pattern.mixing == "detached",
-            )
-            merged = Partial(*(x.reshape(shape) for x, shape in zip(merged, shapes, strict=True)))
-            rows += [] if own is None else [checkpoint_name(own.astype(query.dtype), "ringjax_out")]
-    out = (merged.out / config.divisor).astype(query.dtype)
-    return checkpoint_name(out, "ringjax_out"), checkpoint_name(merged.lse, "ringjax_lse"), tuple(rows)
-
-
-def _attention_fwd(
-    config: _Config, query: Array, key: Array, value: Array, ids: Array | None
-) -> tuple[Array, Residuals]:
-    out, lse, rows = _forward(config, query, key, value, ids)
-    return out, (query, key, value, ids, out, lse, rows)
-
-
-def _attention_bwd(config: _Config, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array, None]:
-    query, key, value, ids, out, lse, rows = residuals
-    inputs = xla.Inputs(to_bits(query), to_bits(key), to_bits(value), ids)
-    out, dout, rows = to_bits(out), to_bits(dout), tuple(to_bits(x) for x in rows)
-    shapes = [x.shape for x in (query, key, value)]
-    grads = xla.Grads(*(jnp.zeros(shape, lse.dtype) for shape in shapes))
-    for number, table in enumerate(config.tables(query)):
-        with jax.named_scope(_name("branch_grad", table)):
-            grads = xla.backward(
-                _segmented(inputs, table),
-                rows[number] if rows else segmented(out, table),
-                segmented(lse, table),
-                segmented(dout, table),
-                xla.Grads(*(segmented(x, table) for x in grads)),
-                table,
-                config.options(query),
-                is_first=table.branch == 0,
-                own_rows=bool(rows),
-            )
-            grads = xla.Grads(*(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True)))
-    dq, dk, dv = (g.astype(query.dtype) for g in grads)
-    return dq, dk, dv, None
-
-
-_attention.defvjp(_attention_fwd, _attention_bwd)
-
-
-def _segmented(inputs: xla.Inputs, table: PartTable) -> xla.Inputs:
-    q, k, v = (segmented(x, table) for x in inputs[:3])
-    return xla.Inputs(q, k, v, None if inputs.ids is None else segmented(inputs.ids, table))
-
-
-def _name(what: str, table: PartTable) -> str:
-    return f"{what}{table.branch}_w{table.segment_length}_r{table.rate}"

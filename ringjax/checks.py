@@ -33,8 +33,12 @@ def check_inputs(
     segment_ids: Array | None,
     seq_len: int | None,
     scale: float | None,
+    shards: int = 1,
 ) -> AttentionShape:
-    """Checks the arguments of an attention call and returns its sizes."""
+    """Checks the arguments of an attention call and returns its sizes.
+
+    `shards` is the number of devices that each hold such arrays, one after the other in the sequence.
+    """
     if not isinstance(pattern, DilationPattern):
         raise ValueError(f"`pattern` must be a DilationPattern, got {type(pattern).__name__}.")
     if not isinstance(is_causal, bool):
@@ -70,6 +74,7 @@ def check_inputs(
             raise ValueError(
                 f"`segment_ids` must have shape (batch, length) = {(batch, length)}, got {segment_ids.shape}."
             )
+    length *= shards
     true_length = length if seq_len is None else whole_number("seq_len", seq_len)
     if true_length > length:
         raise ValueError(f"`seq_len` must be between 1 and the stored length {length}, got {seq_len}.")

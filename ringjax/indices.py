@@ -9,15 +9,15 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
 from ringjax.block.sizes import BlockSizes, cpu_block_sizes
-from ringjax.pattern import Branch, DilationPattern
+from ringjax.pattern import Branch
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class PartTable:
         For a table of all key/value heads; in the new one they are numbered from 0.
         """
         offsets, counts = (lax.dynamic_slice_in_dim(jnp.asarray(x), first, num) for x in (self.offsets, self.counts))
-        return dataclasses.replace(self, heads=_frozen(range(num)), offsets=offsets, counts=counts)
+        return dataclasses.replace(self, heads=_frozen(range(num)), offsets=offsets, counts=counts)  # type: ignore[arg-type]
 
     @property
     def nbytes(self) -> int:
@@ -79,7 +79,15 @@ class CacheInfo(NamedTuple):
     bytes: int
 
 
-_Key = tuple[DilationPattern, int, int, int]
+class _Tables(Protocol):
+    """What the cache keeps: tables with a size."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+
+
+_Made = TypeVar("_Made", bound=_Tables)
 
 
 class _TableCache:
@@ -92,33 +100,33 @@ class _TableCache:
 
     def clear(self) -> None:
         with self._lock:
-            self._entries: OrderedDict[_Key, tuple[PartTable, ...]] = OrderedDict()
+            self._entries: OrderedDict[Hashable, Any] = OrderedDict()
             self._hits = self._misses = 0
 
-    def get(self, key: _Key) -> tuple[PartTable, ...]:
-        with self._lock:  # building takes microseconds: no second thread builds the same table
+    def get(self, key: Hashable, build: Callable[[Any], _Made]) -> _Made:
+        with self._lock:  # building takes a millisecond: no second thread builds the same table
             if key in self._entries:
                 self._hits += 1
                 self._entries.move_to_end(key)
             else:
                 self._misses += 1
-                self._entries[key] = _build(*key)
+                self._entries[key] = build(key)
                 if len(self._entries) > self._capacity:
                     self._entries.popitem(last=False)
             return self._entries[key]
 
     def info(self) -> CacheInfo:
         with self._lock:
-            size = sum(table.nbytes for tables in self._entries.values() for table in tables)
+            size = sum(entry.nbytes for entry in self._entries.values())
             return CacheInfo(self._hits, self._misses, len(self._entries), size)
 
 
 _cache = _TableCache(capacity=256)
 
 
-def part_tables(pattern: DilationPattern, length: int, kv_heads: int, group: int) -> tuple[PartTable, ...]:
-    """The tables of the parts of all branches, from the cache."""
-    return _cache.get((pattern, length, kv_heads, group))
+def memoized(key: Hashable, build: Callable[[Any], _Made]) -> _Made:
+    """What `build(key)` made, from the cache if it was made before."""
+    return _cache.get(key, build)
 
 
 def pattern_cache_info() -> CacheInfo:
@@ -143,17 +151,6 @@ def pattern_cache_clear() -> None:
         0
     """
     _cache.clear()
-
-
-def _build(
-    pattern: DilationPattern, length: int, kv_heads: int, group: int, *, with_empty_heads: bool = False
-) -> tuple[PartTable, ...]:
-    branches = pattern.branches(kv_heads, length)
-    return tuple(
-        table
-        for number, branch in enumerate(branches)
-        for table in branch_tables(branch, number, length, group, with_empty_heads=with_empty_heads)
-    )
 
 
 def branch_tables(

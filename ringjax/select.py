@@ -83,7 +83,27 @@ class Windows(NamedTuple):
         return self.batch, self.start, self.head * width
 
 
-Box = Columns | Windows
+class Picked(NamedTuple):
+    """The rows of one head at `rows` of a (batch, length, width) array; a row past its end is 0 and is not written."""
+
+    rows: Array
+    head: Array
+    heads: int
+
+    def read(self, x: Array) -> Array:
+        """Rows (batch, rows, width)."""
+        width = x.shape[2] // self.heads
+        column = lax.dynamic_slice_in_dim(x, self.head * width, width, axis=2)
+        return column.at[:, self.rows].get(mode="fill", fill_value=0)
+
+    def write(self, x: Array, rows: Array) -> Array:
+        """The array with these rows (batch, rows, width) in the place of the old ones."""
+        start = self.head * rows.shape[2]
+        column = lax.dynamic_slice_in_dim(x, start, rows.shape[2], axis=2)
+        return lax.dynamic_update_slice_in_dim(x, column.at[:, self.rows].set(rows, mode="drop"), start, axis=2)
+
+
+Box = Columns | Windows | Picked
 
 
 def to_bits(x: Array) -> Array:

@@ -161,7 +161,7 @@ def _over_tasks(task: Callable[[State, _Task], State], state: State, table: Part
     heads, offsets, counts = (jnp.asarray(x) for x in (table.heads, table.offsets, table.counts))
     num_heads, kv_heads = len(table.heads), options.kv_heads
     is_aligned = table.is_aligned(options.length)
-    num = _together(options.batch * table.segments if is_aligned else table.segments, table, options.group)
+    num = tasks_together(options.batch * table.segments if is_aligned else table.segments, _walk(table, options))
 
     def body(index: Array, state: State) -> State:
         index = index.astype(jnp.int32)  # int64 under x64
@@ -177,12 +177,12 @@ def _over_tasks(task: Callable[[State, _Task], State], state: State, table: Part
     return lax.fori_loop(0, options.batch * table.segments // num * num_heads, body, state)
 
 
-def _together(segments: int, table: PartTable, group: int) -> int:
-    """How many segments one task takes: one, unless they are so short that a block holds several."""
-    if table.sizes.padded(table.rows) != table.sizes.diagonal:
+def tasks_together(tasks: int, walk: Walk) -> int:
+    """How many of the tasks are taken at once: one, unless they are so short that a block holds several."""
+    if walk.sizes.padded(walk.rows) != walk.sizes.diagonal:
         return 1
-    most = max(1, _TASK_ROWS // (table.sizes.query * group))
-    return max(n for n in range(1, most + 1) if segments % n == 0)
+    most = max(1, _TASK_ROWS // (walk.sizes.query * walk.group))
+    return max(n for n in range(1, most + 1) if tasks % n == 0)
 
 
 def over_rows(one: Callable[..., tuple[Array, ...]], *args: Array | None) -> tuple[Array, ...]:

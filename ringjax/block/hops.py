@@ -1,0 +1,186 @@
+"""The query rows of one chunk against the key rows of another, in plain XLA: what a device does with what it is sent.
+
+Legend: ``N`` tasks (heads times batch), ``C`` chunks, ``n`` rows of a chunk, ``G`` query heads per key/value head,
+``H`` head dim. Unlike in `ringjax.block.xla` the rows of a head stand together, as they travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ringjax import softmax
+from ringjax.block.rows import attend, gradients
+from ringjax.block.walk import Places, Sight, State, Walk
+from ringjax.block.xla import over_rows, tasks_together
+from ringjax.softmax import Partial
+
+
+class Queries(NamedTuple):
+    """Query rows q (N, C, n * G, H) and their segment ids (N, C, n) or None; for a backward pass also what came out.
+
+    Attributes:
+        q, ids: The rows.
+        dout: The cotangent, like q.
+        lse: The joint log-sum-exp (N, C, n * G), in the form of `softmax.for_backward`.
+        delta: Sum of cotangent times output, like `lse`.
+    """
+
+    q: Array
+    ids: Array | None
+    dout: Array | None = None
+    lse: Array | None = None
+    delta: Array | None = None
+
+
+class KeyRows(NamedTuple):
+    """Keys and values, stacked (2, N, C, n, H), and their segment ids (N, C, n) or None."""
+
+    kv: Array
+    ids: Array | None
+
+
+class Visits(NamedTuple):
+    """Pairs of chunks that meet, one after the other.
+
+    Attributes:
+        query: Chunk of the queries, (visits,).
+        key: Chunk of the keys, (visits,).
+        is_needed: Which visits have anything to compute, (visits,), or None for all.
+        places: Where the rows stand, each with leading axes (visits, heads), or None where their order says it all.
+        is_diagonal: Whether the chunks are the same, so that causality masks inside.
+    """
+
+    query: Array
+    key: Array
+    is_needed: Array | None = None
+    places: Places | None = None
+    is_diagonal: bool = False
+
+
+def forward(
+    merged: Partial, queries: Queries, keys: KeyRows, visits: Visits, walk: Walk, scale: float, heads: int
+) -> Partial:
+    """Merges what the queries find among the keys into `merged`, (N, C, n * G, H) and (N, C, n * G)."""
+    acc = merged.lse.dtype
+
+    def visit(merged: Partial, at: _At) -> Partial:
+        q = _padded(at.query_rows(queries.q).astype(acc), walk, walk.group) * scale
+        k, v = (_padded(at.key_rows(x).astype(acc), walk, 1) for x in keys.kv)
+        part = over_rows(_seeing(attend, at, walk), *at.ids(queries.ids, keys.ids, walk), q, k, v)
+        rows = walk.rows * walk.group
+        old = Partial(*(at.query_rows(x) for x in merged))
+        new = softmax.merge(old, Partial(*(x[:, :rows] for x in part)))
+        return Partial(*(at.with_query_rows(x, y) for x, y in zip(merged, new, strict=True)))
+
+    return _over_visits(visit, merged, queries.q.shape[0], visits, walk, heads)
+
+
+def backward(
+    dq: Array,
+    dkv: Array,
+    queries: Queries,
+    keys: KeyRows,
+    visits: Visits,
+    walk: Walk,
+    scale: float,
+    divisor: int,
+    heads: int,
+) -> tuple[Array, Array]:
+    """Adds the gradients to `dq` (N, C, n * G, H) and `dkv` (2, N, C, n, H); the output was divided by `divisor`."""
+    acc = dq.dtype
+    assert queries.dout is not None and queries.lse is not None and queries.delta is not None
+
+    def visit(sums: tuple[Array, Array], at: _At) -> tuple[Array, Array]:
+        dq, dkv = sums
+        q = _padded(at.query_rows(queries.q).astype(acc), walk, walk.group) * scale
+        dout = _padded(at.query_rows(queries.dout).astype(acc), walk, walk.group) / divisor
+        lse, delta = (_padded(at.query_rows(x)[..., None], walk, walk.group)[..., 0] for x in queries[3:])
+        k, v = (_padded(at.key_rows(x).astype(acc), walk, 1) for x in keys.kv)
+        ids = at.ids(queries.ids, keys.ids, walk)
+        dq_rows, dk, dv = over_rows(_seeing(gradients, at, walk), *ids, q, k, v, dout, lse, delta)
+        dq = at.with_query_rows(dq, at.query_rows(dq) + dq_rows[:, : walk.rows * walk.group] * scale)
+        return dq, at.add_key_rows(dkv, jnp.stack([dk, dv])[:, :, : walk.rows])
+
+    return _over_visits(visit, (dq, dkv), queries.q.shape[0], visits, walk, heads)
+
+
+class _At(NamedTuple):
+    """One visit of `num` tasks from `task` on."""
+
+    task: Array
+    num: int
+    query: Array  # chunk
+    key: Array  # chunk
+    places: Places | None  # of the one task
+
+    def query_rows(self, x: Array) -> Array:
+        return lax.dynamic_slice(x, self._corner(self.query, x.ndim), (self.num, 1, *x.shape[2:]))[:, 0]
+
+    def with_query_rows(self, x: Array, rows: Array) -> Array:
+        return lax.dynamic_update_slice(x, rows[:, None].astype(x.dtype), self._corner(self.query, x.ndim))
+
+    def key_rows(self, x: Array) -> Array:
+        return lax.dynamic_slice(x, self._corner(self.key, x.ndim), (self.num, 1, *x.shape[2:]))[:, 0]
+
+    def add_key_rows(self, kv: Array, rows: Array) -> Array:
+        corner = (jnp.zeros_like(self.task), *self._corner(self.key, kv.ndim - 1))
+        old = lax.dynamic_slice(kv, corner, (2, self.num, 1, *kv.shape[3:]))
+        return lax.dynamic_update_slice(kv, old + rows[:, :, None], corner)
+
+    def ids(self, query_ids: Array | None, key_ids: Array | None, walk: Walk) -> tuple[Array | None, Array | None]:
+        if query_ids is None or key_ids is None:
+            return None, None
+        mine, theirs = self.query_rows(query_ids), self.key_rows(key_ids)
+        return tuple(_padded(x[..., None], walk, 1)[..., 0] for x in (mine, theirs))  # type: ignore[return-value]
+
+    def _corner(self, chunk: Array, ndim: int) -> tuple[Array, ...]:
+        zero = jnp.zeros_like(self.task)
+        return self.task, chunk, *(zero,) * (ndim - 2)
+
+
+def _seeing(block: Callable[..., tuple[Array, ...]], at: _At, walk: Walk) -> Callable[..., tuple[Array, ...]]:
+    def see(query_ids: Array | None, key_ids: Array | None, *rows: Array) -> tuple[Array, ...]:
+        count = jnp.zeros_like(at.task) + walk.rows
+        return block(*rows, sight=Sight(count, query_ids, key_ids, at.places), walk=walk)
+
+    return see
+
+
+def _over_visits(
+    visit: Callable[[State, _At], State], state: State, tasks: int, visits: Visits, walk: Walk, heads: int
+) -> State:
+    """Runs `visit` on every needed pair of chunks, for all tasks."""
+    num = 1 if visits.places is not None else tasks_together(tasks, walk)
+    steps = tasks // num
+
+    def pair(which: Array, state: State) -> State:
+        def body(index: Array, state: State) -> State:
+            task = index.astype(jnp.int32) * num
+            places = None
+            if visits.places is not None:
+                head = task // (tasks // heads)
+                query, key, ranges = (x[which, head] for x in visits.places)
+                places = Places(_padded(query[None], walk, 1, -1)[0], _padded(key[None], walk, 1, -2)[0], ranges)
+            return visit(state, _At(task, num, visits.query[which], visits.key[which], places))
+
+        return lax.fori_loop(0, steps, body, state)
+
+    def needed(which: Array, state: State) -> State:
+        which = which.astype(jnp.int32)
+        if visits.is_needed is None:
+            return pair(which, state)
+        return lax.cond(visits.is_needed[which], lambda s: pair(which, s), lambda s: s, state)
+
+    if len(visits.query) == 1:
+        return needed(jnp.int32(0), state)
+    return lax.fori_loop(0, len(visits.query), needed, state)
+
+
+def _padded(x: Array, walk: Walk, group: int, fill: int = 0) -> Array:
+    """Rows (num, n * G, width) up to whole blocks."""
+    extra = (walk.sizes.padded(walk.rows) - walk.rows) * group
+    return jnp.pad(x, [(0, 0), (0, extra), (0, 0)], constant_values=fill) if extra else x

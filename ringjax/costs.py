@@ -1,0 +1,121 @@
+"""What a branch costs on a ring: messages, pairs of rows, bytes. Plain numbers, counted from the geometry."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import numpy as np
+
+from ringjax.layout import Layout
+from ringjax.softmax import accumulator
+
+if TYPE_CHECKING:
+    from ringjax.pattern import Branch
+    from ringjax.plan import Request
+
+Moves = Literal["keys", "queries"]
+
+
+class Message(NamedTuple):
+    """A collective that every device executes: `count` times, each with an operand of `bytes` bytes."""
+
+    op: Literal["collective-permute", "all-gather", "reduce-scatter"]
+    dtype: str
+    bytes: int
+    count: int
+
+    def sent(self, group: int) -> int:
+        """Bytes that leave a device."""
+        share = {"collective-permute": 1, "all-gather": group - 1, "reduce-scatter": (group - 1) / group}[self.op]
+        return int(self.bytes * share) * self.count
+
+
+class RowBytes(NamedTuple):
+    """Bytes of a branch's selected rows on one device."""
+
+    keys: int  # keys and values, in their own dtype
+    queries: int  # in their own dtype
+    ids: int  # segment ids, or 0
+    key_sums: int  # gradients of keys and values
+    query_sums: int  # gradient of the queries
+    per_query: int  # one number per query row
+
+
+def row_bytes(request: Request, rows: int) -> RowBytes:
+    """For `rows` rows per key/value head in all chunks of a device and the whole batch."""
+    sums = _size(accumulator(np.dtype(request.dtype)))
+    width = rows * request.head_dim
+    own = width * _size(request.dtype)
+    ids = rows * 4 if request.has_ids else 0
+    return RowBytes(
+        2 * own, request.group * own, ids, 2 * width * sums, request.group * width * sums, request.group * rows * sums
+    )
+
+
+def forward_messages(request: Request, rows: int, group: int, where: str) -> tuple[Message, ...]:
+    """What a branch sends in the forward pass."""
+    size = row_bytes(request, rows)
+    if where == "gather":
+        return _messages(("all-gather", request.dtype, size.keys, 1), ("all-gather", "int32", size.ids, 1))
+    hops = group - 1
+    permute: Literal["collective-permute"] = "collective-permute"
+    return _messages((permute, request.dtype, size.keys, hops), (permute, "int32", size.ids, hops))
+
+
+def backward_messages(request: Request, rows: int, group: int, where: str, moves: Moves) -> tuple[Message, ...]:
+    """What a branch sends in the backward pass."""
+    size = row_bytes(request, rows)
+    sums = accumulator(np.dtype(request.dtype)).name
+    if where == "gather":
+        back = Message("reduce-scatter", sums, group * size.key_sums, 1)
+        return (*forward_messages(request, rows, group, where), back)
+    permute: Literal["collective-permute"] = "collective-permute"
+    hops = group - 1
+    if moves == "keys":
+        return (*forward_messages(request, rows, group, where), Message(permute, sums, size.key_sums, group))
+    return _messages(
+        (permute, request.dtype, 2 * size.queries, hops),
+        (permute, sums, 2 * size.per_query, hops),
+        (permute, "int32", size.ids, hops),
+        (permute, sums, size.query_sums, group),
+    )
+
+
+def cheaper_moves(request: Request, rows: int, group: int) -> Moves:
+    """Whether keys or queries go round in the backward pass: whichever sends fewer bytes."""
+
+    def sent(moves: Moves) -> int:
+        return sum(m.sent(group) for m in backward_messages(request, rows, group, "ring", moves))
+
+    return "keys" if sent("keys") <= sent("queries") else "queries"
+
+
+def pairs_per_device(branch: Branch, layout: Layout, ring_size: int, length: int, is_causal: bool) -> np.ndarray:
+    """(query, key) pairs of one batch entry that each device computes, over all key/value heads: (ring_size,)."""
+    w, chunk = branch.segment_length, length // layout.multiple(ring_size)
+    edges = np.union1d(np.arange(0, length + 1, w), np.arange(0, length + 1, chunk))
+    edges = edges if edges[-1] == length else np.append(edges, length)
+    device = np.empty(layout.multiple(ring_size), np.int64)
+    device[list(layout.order(ring_size))] = np.repeat(np.arange(ring_size), layout.chunks)
+    owner, segment = device[edges[:-1] // chunk], edges[:-1] // w
+    pairs = np.zeros(ring_size)
+    for offset in set(branch.offsets):
+        heads = branch.offsets.count(offset)
+        count = max(0, -(-(w - offset) // branch.rate))
+        rank = edges // w * count + np.clip(-(-(edges % w - offset) // branch.rate), 0, count)
+        rows = np.diff(rank).astype(float)  # of each piece that lies in one segment and one chunk
+        before = np.cumsum(rows) - rows
+        first = np.searchsorted(segment, segment)
+        last = np.searchsorted(segment, segment, side="right") - 1
+        seen = before - before[first] + (rows + 1) / 2 if is_causal else before[last] + rows[last] - before[first]
+        np.add.at(pairs, owner, heads * rows * seen)
+    return pairs
+
+
+def _size(dtype: object) -> int:
+    name = str(dtype)
+    return 2 if name == "bfloat16" else np.dtype(name).itemsize
+
+
+def _messages(*rows: tuple) -> tuple[Message, ...]:
+    return tuple(Message(*row) for row in rows if row[2] and row[3])

@@ -1,0 +1,156 @@
+"""The devices that share a sequence: a mesh and its axes, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ringjax.joint import RingPlace
+from ringjax.layout import layout_named
+from ringjax.pattern import whole_number
+from ringjax.plan import STRATEGIES, StrategyName
+from ringjax.ring import AxisName
+
+
+@dataclasses.dataclass(frozen=True)
+class Ring:
+    """Devices that share a sequence, for `dilated_attention(..., ring=ring)`.
+
+    Args:
+        mesh: The mesh, or None for the ambient one (`jax.set_mesh`).
+        axis_name: The axis over which the sequence is sharded, or several, taken together.
+        layout: Order of the sequence over the devices: ``"contiguous"``, or ``"zigzag"``, which shares causal work
+            evenly; arrays are put in order by `to_layout`.
+        batch_axis: The axis over which the batch is sharded, or several, or None.
+        head_axis: The axis over which the heads are sharded, or several, or None.
+        strategy: How the branches that need other devices' keys get them: ``"ring"``, hop by hop; ``"gather"``, at
+            once; ``"auto"``, whichever suits the branch, see `plan`.
+        memory_budget: Bytes that each device has for an attention and its gradient, or None.
+
+    Raises:
+        ValueError: If an argument is not as described.
+
+    Example:
+        >>> import jax, ringjax as rj
+        >>> ring = rj.Ring(jax.make_mesh((1,), ("ring",)), layout="zigzag")
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 4, 8))
+        >>> pattern = rj.DilationPattern((16, 64), (1, 4))
+        >>> rj.dilated_attention(q, k, v, pattern, is_causal=True, ring=ring).shape
+        (1, 64, 4, 8)
+    """
+
+    mesh: Mesh | AbstractMesh | None = None
+    _: dataclasses.KW_ONLY
+    axis_name: AxisName = "ring"
+    layout: str = "contiguous"
+    batch_axis: AxisName | None = None
+    head_axis: AxisName | None = None
+    strategy: StrategyName = "auto"
+    memory_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        layout_named(self.layout)
+        if self.strategy not in STRATEGIES:
+            raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {self.strategy!r}.")
+        if self.memory_budget is not None:
+            whole_number("memory_budget", self.memory_budget)
+        for name in ("axis_name", "batch_axis", "head_axis"):
+            value = getattr(self, name)
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+            if not (value is None and name != "axis_name") and not all(isinstance(axis, str) for axis in axes(value)):
+                raise ValueError(f"`{name}` must be a mesh axis or a tuple of them, got {value!r}.")
+        used = [axis for name in ("axis_name", "batch_axis", "head_axis") for axis in axes(getattr(self, name))]
+        if len(set(used)) != len(used):
+            raise ValueError(f"`axis_name`, `batch_axis` and `head_axis` must not share a mesh axis, got {used}.")
+        if self.mesh is not None:
+            self._check_axes(self.mesh)
+
+    def resolve(self) -> Mesh | AbstractMesh:
+        """The mesh, ambient if none was given."""
+        if self.mesh is not None:
+            return self.mesh
+        ambient = jax.sharding.get_abstract_mesh()
+        if ambient.empty:
+            raise ValueError("`mesh` must be given where no mesh is set by `jax.set_mesh`, got None.")
+        self._check_axes(ambient)
+        return ambient
+
+    def size(self, name: str) -> int:
+        """Devices along `axis_name`, `batch_axis` or `head_axis`."""
+        shape = self.resolve().shape
+        return math.prod(shape[axis] for axis in axes(getattr(self, name)))
+
+    def spec(self) -> PartitionSpec:
+        """How query, key, value and output are sharded."""
+        return PartitionSpec(self.batch_axis, self.axis_name, self.head_axis, None)
+
+    def place(self) -> RingPlace:
+        """The ring as seen from inside `jax.shard_map`."""
+        return RingPlace(
+            self.axis_name,
+            self.size("axis_name"),
+            self.layout,
+            self.strategy,
+            self.memory_budget,
+            self.head_axis,
+            self.size("head_axis"),
+        )
+
+    def check(self, query: Array, key: Array, value: Array) -> None:
+        """Checks that whole arrays fit on the ring."""
+        ring_size = self.size("axis_name")
+        multiple = layout_named(self.layout).multiple(ring_size) if ring_size > 1 else 1
+        length = query.shape[1]
+        if length % multiple:
+            raise ValueError(
+                f"`query` length must be a multiple of {multiple} for layout {self.layout!r} on a ring of {ring_size}, "
+                f"got {length}: pad with `to_layout` and say `seq_len={length}`."
+            )
+        for name, axis, size in (("batch_axis", 0, "batch"), ("head_axis", 2, "key/value heads")):
+            if key.shape[axis] % self.size(name):
+                raise ValueError(
+                    f"{size} must divide evenly over `{name}` {getattr(self, name)!r} of {self.size(name)} devices, got "
+                    f"{key.shape[axis]}."
+                )
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            self._check_sharding(name, x, query)
+
+    def _check_sharding(self, name: str, x: Array, query: Array) -> None:
+        mesh = self.resolve()
+        given = jax.typeof(x).sharding
+        is_explicit = any(mesh.shape[a] > 1 and _type_of(mesh, a) == AxisType.Explicit for a in mesh.axis_names)
+        if is_explicit and not given.mesh.empty and not _same_spec(given.spec, self.spec(), x.ndim):
+            raise ValueError(
+                f"`{name}` must be sharded as {self.spec()} over an explicit mesh, got {given.spec}: use `jax.reshard`."
+            )
+        if isinstance(x, jax.core.Tracer) or isinstance(query, jax.core.Tracer):
+            return
+        ours, first = getattr(x, "sharding", None), getattr(query, "sharding", None)
+        if isinstance(ours, NamedSharding) and isinstance(first, NamedSharding):
+            if not ours.is_equivalent_to(first, x.ndim):
+                raise ValueError(f"`{name}` must be sharded like `query`, got {ours.spec} and {first.spec}.")
+
+    def _check_axes(self, mesh: Mesh | AbstractMesh) -> None:
+        for name in ("axis_name", "batch_axis", "head_axis"):
+            for axis in axes(getattr(self, name)):
+                if axis not in mesh.axis_names:
+                    raise ValueError(f"`{name}` must name axes of the mesh {mesh.axis_names}, got {axis!r}.")
+
+
+def axes(name: AxisName | None) -> tuple[str, ...]:
+    """The axes of a name."""
+    return () if name is None else (name,) if isinstance(name, str) else tuple(name)
+
+
+def _type_of(mesh: Mesh | AbstractMesh, axis: str) -> AxisType:
+    return mesh.axis_types[mesh.axis_names.index(axis)]
+
+
+def _same_spec(given: PartitionSpec, wanted: PartitionSpec, ndim: int) -> bool:
+    full = lambda spec: [axes(spec[i]) if i < len(spec) else () for i in range(ndim)]  # noqa: E731
+    return full(given) == full(wanted)

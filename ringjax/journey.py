@@ -1,0 +1,164 @@
+"""One branch on a ring: its rows taken, sent round, met, and put back.
+
+Legend: ``B`` batch, ``c`` rows of a shard, ``K`` key/value heads, ``G`` query heads per key/value head, ``H`` head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ringjax import softmax
+from ringjax.block import hops
+from ringjax.block.hops import KeyRows, Queries, Visits
+from ringjax.block.walk import Walk
+from ringjax.layout import Layout
+from ringjax.plan import BranchPlan
+from ringjax.ring import AxisName, Circle
+from ringjax.select import from_bits
+from ringjax.shard import ShardRows
+from ringjax.softmax import Partial
+from ringjax.visits import starts, visits
+
+
+class Shard(NamedTuple):
+    """What a device holds: query (B, c, K, G, H), key and value (B, c, K, H), ids (B, c) or None."""
+
+    query: Array
+    key: Array
+    value: Array
+    ids: Array | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Journey:
+    """How the rows of one branch travel."""
+
+    branch: BranchPlan
+    rows: ShardRows
+    layout: Layout
+    axis_name: AxisName
+    axis_size: int
+    group: int  # query heads per key/value head
+    is_causal: bool
+    scale: float
+    divisor: int
+
+    @property
+    def circle(self) -> Circle:
+        """The rings on which they travel."""
+        strategy = "gather" if self.branch.where == "gather" else "ring"
+        return Circle(self.axis_name, self.axis_size, self.branch.group, strategy)
+
+    def keys(self, shard: Shard) -> KeyRows:
+        """The selected keys and values."""
+        ids = self._ids(shard)
+        kv = jnp.stack([self._taken(x, ids, 1) for x in (shard.key, shard.value)])
+        return KeyRows(kv, ids)
+
+    def queries(self, shard: Shard) -> Queries:
+        """The selected queries."""
+        ids = self._ids(shard)
+        return Queries(self._taken(shard.query, ids, self.group), ids)
+
+    def forward(self, queries: Queries, keys: KeyRows, begun: KeyRows) -> Partial:
+        """The partial of the selected queries over all that they see in this branch."""
+        acc = softmax.accumulator(queries.q.dtype)
+
+        def visit(merged: Partial, keys: KeyRows, device: Array, is_own: bool) -> Partial:
+            for pairs in self._visits(self._me, device, is_own):
+                merged = hops.forward(
+                    merged, queries, keys, pairs, self._walk(pairs), self.scale, heads=len(self.rows.heads)
+                )
+            return merged
+
+        empty = softmax.empty_like(jnp.zeros_like(queries.q, dtype=acc))
+        return self.circle.visit_all(keys, begun, empty, visit)
+
+    def merge(self, merged: Partial, part: Partial) -> Partial:
+        """The dense partial with that of the selected queries merged in."""
+        return self.rows.merge(merged, part, self._starts)
+
+    def before_backward(self, shard: Shard, dout: Array, lse: Array, delta: Array) -> Queries:
+        """The selected queries with all that their gradient needs: cotangent, lse and delta (B, c, K, G)."""
+        queries = self.queries(shard)
+        taken = [self._taken(x, queries.ids, self.group) for x in (dout, softmax.for_backward(lse), delta)]
+        return queries._replace(dout=taken[0], lse=taken[1][..., 0], delta=taken[2][..., 0])
+
+    def cargo(self, queries: Queries, keys: KeyRows) -> KeyRows | tuple[Array, Array, Array | None]:
+        """What goes round in the backward pass; arrays of a kind are stacked, to go in one message."""
+        if self.branch.moves == "keys":
+            return keys
+        assert queries.dout is not None and queries.lse is not None and queries.delta is not None
+        return jnp.stack([queries.q, queries.dout]), jnp.stack([queries.lse, queries.delta]), queries.ids
+
+    def backward(
+        self, queries: Queries, keys: KeyRows, begun: KeyRows | tuple[Array, Array, Array | None]
+    ) -> tuple[Array, Array]:
+        """Gradients of the selected queries (N, C, n * G, H), and keys and values (2, N, C, n, H)."""
+        assert queries.lse is not None
+        acc = queries.lse.dtype
+        dq, dkv = jnp.zeros_like(queries.q, dtype=acc), jnp.zeros_like(keys.kv, dtype=acc)
+
+        def meet(
+            sums: tuple[Array, Array], queries: Queries, keys: KeyRows, pairs: list[Visits]
+        ) -> tuple[Array, Array]:
+            for some in pairs:
+                step = functools.partial(hops.backward, scale=self.scale, divisor=self.divisor)
+                sums = step(*sums, queries, keys, some, self._walk(some), heads=len(self.rows.heads))
+            return sums
+
+        def keys_come(dq: Array, dkv: Array, keys: KeyRows, device: Array, is_own: bool) -> tuple[Array, Array]:
+            return meet((dq, dkv), queries, keys, self._visits(self._me, device, is_own))
+
+        def queries_come(
+            dkv: Array, dq: Array, cargo: tuple[Array, Array, Array | None], device: Array, is_own: bool
+        ) -> tuple[Array, Array]:
+            (q, dout), (lse, delta), ids = cargo
+            arrived = Queries(q, ids, dout, lse, delta)
+            dq, dkv = meet((dq, dkv), arrived, keys, self._visits(device, self._me, is_own))
+            return dkv, dq
+
+        if self.branch.moves == "keys":
+            return self.circle.sum_all(keys, begun, dkv, dq, keys_come)
+        dkv, dq = self.circle.sum_all(self.cargo(queries, keys), begun, dq, dkv, queries_come)
+        return dq, dkv
+
+    def add(self, grads: tuple[Array, ...], found: tuple[Array, Array]) -> tuple[Array, ...]:
+        """The dense gradients with those of the selected rows added."""
+        dq, (dk, dv) = found
+        return self.rows.add(grads, (dq, dk, dv), self._starts)
+
+    @property
+    def _me(self) -> Array:
+        return lax.axis_index(self.axis_name)
+
+    @property
+    def _starts(self) -> Array:
+        return starts(self.rows, self.layout, self.axis_size, self._me)
+
+    def _visits(self, query_device: Array, key_device: Array, is_own: bool) -> list[Visits]:
+        return visits(self.rows, self.layout, self.axis_size, self.is_causal, query_device, key_device, is_own)
+
+    def _walk(self, pairs: Visits) -> Walk:
+        is_causal = self.is_causal and (pairs.is_diagonal or pairs.places is not None)
+        is_ragged = self.rows.sizes.padded(self.rows.rows) != self.rows.rows
+        return Walk(self.rows.sizes, self.rows.rows, self.group, is_causal, is_ragged)
+
+    def _ids(self, shard: Shard) -> Array | None:
+        if shard.ids is None:
+            return None
+        taken = self.rows.take(shard.ids, self._starts)
+        return taken.reshape(-1, self.rows.chunks, self.rows.rows)
+
+    def _taken(self, x: Array, ids: Array | None, group: int) -> Array:
+        """Selected rows (N, C, n * group, width); 0 where the ids say padding, which may hold NaN."""
+        taken = from_bits(self.rows.take(x, self._starts))
+        taken = taken.reshape(-1, self.rows.chunks, self.rows.rows * group, taken.shape[-1] // group)
+        if ids is None:
+            return taken
+        return jnp.where(jnp.repeat(ids, group, axis=2)[..., None] >= 0, taken, jnp.zeros((), taken.dtype))

@@ -1,0 +1,183 @@
+"""The order of a sequence over a ring of devices: which chunk of it stands where.
+
+Legend: ``p`` devices in the ring, ``c`` the length of a chunk.
+Contiguous: ``p`` chunks, device ``i`` holds chunk ``i``.
+Zigzag: ``2p`` chunks, device ``i`` holds chunks ``i`` and ``2p - 1 - i``, so that causal work is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TypeVar
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.typing import ArrayLike
+
+from ringjax.pattern import whole_number
+
+Int = TypeVar("Int", int, Array)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One order of the chunks of a sequence over the devices of a ring."""
+
+    name: str
+    chunks: int  # per device
+
+    def multiple(self, ring_size: int) -> int:
+        """What a stored length must be a multiple of: the number of chunks in the ring."""
+        return self.chunks * ring_size
+
+    def chunk_of(self, device: Int, nth: int, ring_size: int) -> Int:
+        """Which chunk of the sequence the `nth` chunk of `device` is.
+
+        Example:
+            >>> ZIGZAG.chunk_of(1, 0, ring_size=4), ZIGZAG.chunk_of(1, 1, ring_size=4)
+            (1, 6)
+        """
+        return device if nth == 0 else self.multiple(ring_size) - 1 - device
+
+    def order(self, ring_size: int) -> tuple[int, ...]:
+        """The chunks of the sequence in stored order.
+
+        Example:
+            >>> ZIGZAG.order(ring_size=3)
+            (0, 5, 1, 4, 2, 3)
+        """
+        return tuple(self.chunk_of(i, nth, ring_size) for i in range(ring_size) for nth in range(self.chunks))
+
+
+CONTIGUOUS = Layout("contiguous", chunks=1)
+ZIGZAG = Layout("zigzag", chunks=2)
+
+
+def layout_named(name: str) -> Layout:
+    """The layout of this name.
+
+    Example:
+        >>> layout_named("zigzag")
+        Layout(name='zigzag', chunks=2)
+    """
+    layouts = (CONTIGUOUS, ZIGZAG)
+    for layout in layouts:
+        if layout.name == name:
+            return layout
+    raise ValueError(f"`layout` must be one of {tuple(layout.name for layout in layouts)}, got {name!r}.")
+
+
+def to_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, fill: float = 0) -> Array:
+    """Pads a sequence at its end and puts its chunks in the order in which a ring stores them.
+
+    Args:
+        x: Array of any dtype and rank, in the order of the sequence.
+        layout: ``"contiguous"`` (pads only) or ``"zigzag"``.
+        ring_size: Number of devices in the ring.
+        axis: Axis of the sequence.
+        fill: Value of the padding; -1 for segment ids.
+
+    Returns:
+        The stored array: device ``i`` of the ring holds the ``i``-th of `ring_size` equal parts of `axis`.
+
+    Raises:
+        ValueError: If an argument breaks one of these rules.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> to_layout(jnp.arange(7), "zigzag", ring_size=2, axis=0, fill=-1).tolist()
+        [0, 1, 6, -1, 2, 3, 4, 5]
+    """
+    rule, ring_size = layout_named(layout), whole_number("ring_size", ring_size)
+    x, axis = _array_and_axis(x, axis)
+    missing = -x.shape[axis] % rule.multiple(ring_size)
+    if missing:
+        x = lax.pad(x, jnp.asarray(fill, x.dtype), [(0, missing if a == axis else 0, 0) for a in range(x.ndim)])
+    return _take_chunks(x, rule.order(ring_size), axis)
+
+
+def from_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, length: int | None = None) -> Array:
+    """Puts a stored sequence back in order: the inverse of `to_layout`.
+
+    Args:
+        x: Array as `to_layout` returns it.
+        layout: ``"contiguous"`` or ``"zigzag"``.
+        ring_size: Number of devices in the ring.
+        axis: Axis of the sequence.
+        length: Length of the sequence without its padding; the stored length by default.
+
+    Returns:
+        The array in the order of the sequence, cropped to `length`.
+
+    Raises:
+        ValueError: If an argument breaks one of these rules, or the stored length is not a multiple of the chunks.
+
+    Example:
+        >>> import jax.numpy as jnp
+        >>> stored = to_layout(jnp.arange(7), "zigzag", ring_size=2, axis=0)
+        >>> from_layout(stored, "zigzag", ring_size=2, axis=0, length=7).tolist()
+        [0, 1, 2, 3, 4, 5, 6]
+    """
+    rule, ring_size = layout_named(layout), whole_number("ring_size", ring_size)
+    x, axis = _array_and_axis(x, axis)
+    stored_length = x.shape[axis]
+    _check_stored_length(f"`x` along axis {axis}", stored_length, rule, ring_size)
+    length = stored_length if length is None else whole_number("length", length, least=0)
+    if length > stored_length:
+        raise ValueError(f"`length` must be at most the stored length {stored_length}, got {length}.")
+    order = rule.order(ring_size)
+    in_sequence = _take_chunks(x, tuple(order.index(chunk) for chunk in range(len(order))), axis)
+    return lax.slice_in_dim(in_sequence, 0, length, axis=axis)
+
+
+def positions(layout: str, stored_length: int, ring_size: int) -> Array:
+    """The position in the sequence of each stored row.
+
+    Args:
+        layout: ``"contiguous"`` or ``"zigzag"``.
+        stored_length: Length of the stored sequence, with its padding.
+        ring_size: Number of devices in the ring.
+
+    Returns:
+        int32 array of shape ``(stored_length,)``.
+
+    Raises:
+        ValueError: If an argument breaks one of these rules, or `stored_length` is not a multiple of the chunks.
+
+    Example:
+        >>> positions("zigzag", stored_length=8, ring_size=2).tolist()
+        [0, 1, 6, 7, 2, 3, 4, 5]
+    """
+    rule, ring_size = layout_named(layout), whole_number("ring_size", ring_size)
+    stored_length = whole_number("stored_length", stored_length)
+    _check_stored_length("`stored_length`", stored_length, rule, ring_size)
+    return _take_chunks(jnp.arange(stored_length, dtype=jnp.int32), rule.order(ring_size), axis=0)
+
+
+def _take_chunks(x: Array, order: tuple[int, ...], axis: int) -> Array:
+    """Cuts an axis in as many chunks as `order` names and takes them in that order."""
+    if order == tuple(sorted(order)):
+        return x
+    chunk = x.shape[axis] // len(order)
+    chunks = x.reshape(*x.shape[:axis], len(order), chunk, *x.shape[axis + 1 :])
+    taken = jnp.take(chunks, np.array(order, np.int32), axis, mode="clip", unique_indices=True)
+    return taken.reshape(x.shape)
+
+
+def _array_and_axis(x: ArrayLike, axis: int) -> tuple[Array, int]:
+    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+        raise ValueError(f"`x` must be an array, got {type(x).__name__}.")
+    x = jnp.asarray(x)
+    number = whole_number("axis", axis, least=-x.ndim)
+    if number >= x.ndim:
+        raise ValueError(f"`axis` must be less than the rank {x.ndim} of `x`, got {axis}.")
+    return x, number % x.ndim
+
+
+def _check_stored_length(name: str, stored_length: int, layout: Layout, ring_size: int) -> None:
+    multiple = layout.multiple(ring_size)
+    if stored_length % multiple:
+        raise ValueError(
+            f"{name} must be a multiple of {multiple} ({layout.name}, ring of {ring_size}), got {stored_length}."
+        )

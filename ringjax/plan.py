@@ -1,0 +1,361 @@
+"""The plan of a dilated attention on a ring: where each branch runs and what that costs.
+
+A plan is data that the ring executes: where a branch runs, the devices of its rings, its tables and what goes round are
+read from here when the program is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from ringjax import costs
+from ringjax.block.sizes import cpu_block_sizes
+from ringjax.costs import Message, Moves
+from ringjax.indices import PartTable, branch_tables, memoized
+from ringjax.layout import layout_named
+from ringjax.pattern import Branch, DilationPattern, whole_number
+from ringjax.shard import ShardRows
+
+StrategyName = Literal["auto", "ring", "gather"]
+STRATEGIES = ("auto", "ring", "gather")
+_LATENCY_BYTES = 256 * 1024  # a hop of fewer bytes takes about as long as an empty one
+_SCRATCH = 12 * 2**20  # scores and weights of a block
+
+
+class Request(NamedTuple):
+    """What a plan is made for; `group` is the number of query heads per key/value head."""
+
+    pattern: DilationPattern
+    seq_len: int
+    stored_length: int
+    batch: int
+    kv_heads: int
+    group: int
+    head_dim: int
+    ring_size: int
+    layout: str
+    is_causal: bool
+    dtype: str
+    strategy: StrategyName
+    memory_budget: int | None
+    has_ids: bool
+    head_shards: int
+
+    @property
+    def shard_length(self) -> int:
+        """Positions per device."""
+        return self.stored_length // self.ring_size
+
+    def dense_bytes(self, dtype: object, heads: int) -> int:
+        """Bytes of a whole array of so many heads on one device."""
+        return costs.row_bytes(self._replace(dtype=str(dtype), group=1), self.batch * self.shard_length * heads).queries
+
+
+@dataclasses.dataclass(frozen=True)
+class BranchPlan:
+    """Where and how one branch runs.
+
+    Attributes:
+        segment_length: Length of its segments, clamped to the sequence.
+        rate: Dilation rate.
+        where: ``"local"``: on each device for itself; ``"ring"``: keys (or queries) hop round; ``"gather"``: keys are
+            gathered once.
+        group: Devices that share segments; the ring has that many.
+        is_aligned: Whether chunks are alike for this branch, which is the fast case.
+        advice: What would make it so, or "".
+        rows: Selected rows on a device, over its heads, per batch entry.
+        moves: What goes round in the backward pass.
+        forward: Messages of the forward pass.
+        backward: Messages of the backward pass.
+        flops: Forward flops of each device.
+        tables: How a local branch is computed.
+        shard: How another branch is computed.
+    """
+
+    segment_length: int
+    rate: int
+    where: Literal["local", "ring", "gather"]
+    group: int
+    is_aligned: bool
+    advice: str
+    rows: int
+    moves: Moves
+    forward: tuple[Message, ...]
+    backward: tuple[Message, ...]
+    flops: tuple[float, ...]
+    tables: tuple[PartTable, ...] = dataclasses.field(repr=False, compare=False)
+    shard: ShardRows | None = dataclasses.field(repr=False, compare=False)
+
+    @property
+    def hops(self) -> int:
+        """How often keys hop in the forward pass."""
+        return self.group - 1 if self.where == "ring" else 0
+
+    @property
+    def balance(self) -> float:
+        """Flops of the busiest device over the mean."""
+        return float(max(self.flops) / np.mean(self.flops)) if any(self.flops) else 1.0
+
+    def sent(self, messages: tuple[Message, ...]) -> int:
+        """Bytes that leave each device."""
+        return sum(m.sent(self.group) for m in messages)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where each branch of a pattern runs on a ring, and what that costs; `print` shows it as a table.
+
+    Attributes:
+        request: What it was made for.
+        branches: One plan per branch.
+        forward_memory: Estimated bytes per device of a forward pass: arguments, outputs and temporaries.
+        gradient_memory: Estimated bytes per device of forward and backward pass.
+    """
+
+    request: Request
+    branches: tuple[BranchPlan, ...]
+    forward_memory: int
+    gradient_memory: int
+
+    @property
+    def flops(self) -> tuple[float, ...]:
+        """Forward flops of each device; the backward pass takes 2.5 times as many."""
+        return tuple(np.sum([b.flops for b in self.branches], axis=0).tolist())
+
+    @property
+    def balance(self) -> float:
+        """Flops of the busiest device over the mean."""
+        return float(max(self.flops) / np.mean(self.flops)) if any(self.flops) else 1.0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tables."""
+        shards = [b.shard for b in self.branches if b.shard is not None]
+        return sum(table.nbytes for b in self.branches for table in b.tables) + sum(x.nbytes for x in shards)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plan as plain data, fit for JSON."""
+        skipped = {"tables", "shard"}
+        branches = []
+        for branch in self.branches:
+            fields = {f.name: getattr(branch, f.name) for f in dataclasses.fields(branch) if f.name not in skipped}
+            for name in ("forward", "backward"):
+                fields[f"{name}_bytes"] = branch.sent(fields[name])
+                fields[name] = [m._asdict() for m in fields[name]]
+            branches.append({**fields, "flops": list(branch.flops), "hops": branch.hops, "balance": branch.balance})
+        request = {**self.request._asdict(), "pattern": repr(self.request.pattern)}
+        return {
+            **request,
+            "branches": branches,
+            "balance": self.balance,
+            "forward_memory": self.forward_memory,
+            "gradient_memory": self.gradient_memory,
+        }
+
+    def __str__(self) -> str:
+        from ringjax.report import plan_table  # noqa: PLC0415 - rich is slow to import
+
+        return plan_table(self)
+
+
+def make_plan(request: Request) -> Plan:
+    """The plan for a checked request, from the pattern cache."""
+    return memoized(request, _make_plan)
+
+
+def _make_plan(request: Request) -> Plan:
+    branches = tuple(_branch_plan(request, *numbered) for numbered in enumerate(_branches(request)))
+    forward, gradient = _memory(request, branches)
+    return Plan(request, branches, forward, gradient)
+
+
+def _branches(request: Request) -> list[Branch]:
+    """The branches, with a segment that holds the whole sequence extended over its padding."""
+    longest = lambda b: b.segment_length == request.seq_len  # noqa: E731
+    branches = request.pattern.branches(request.kv_heads, request.seq_len)
+    return [b._replace(segment_length=request.stored_length) if longest(b) else b for b in branches]
+
+
+def _branch_plan(request: Request, number: int, branch: Branch) -> BranchPlan:
+    layout, ring_size = layout_named(request.layout), request.ring_size
+    chunk = request.stored_length // layout.multiple(ring_size)
+    pairs = request.batch * costs.pairs_per_device(branch, layout, ring_size, request.stored_length, request.is_causal)
+    flops = tuple((4.0 * request.head_dim * request.group / request.head_shards * pairs).tolist())
+    make = functools.partial(BranchPlan, branch.segment_length, branch.rate, flops=flops)
+    if ring_size == 1 or chunk % branch.segment_length == 0:
+        every = request.head_shards > 1
+        tables = branch_tables(branch, number, request.shard_length, request.group, with_empty_heads=every)
+        rows = sum(int(t.counts.sum()) * t.segments for t in tables) // request.head_shards
+        return make("local", 1, True, "", rows, "keys", (), (), tables=tables, shard=None)
+    shard, group, advice = _shard_rows(request, number, branch, chunk)
+    rows = len(shard.heads) // request.head_shards * shard.chunks * shard.rows
+    all_rows = request.batch * rows
+    where = _strategy(request, all_rows, group)
+    moves: Moves = "keys" if where == "gather" else costs.cheaper_moves(request, all_rows, group)
+    forward = costs.forward_messages(request, all_rows, group, where)
+    backward = costs.backward_messages(request, all_rows, group, where, moves)
+    return make(where, group, shard.is_aligned, advice, rows, moves, forward, backward, tables=(), shard=shard)
+
+
+def _shard_rows(request: Request, number: int, branch: Branch, chunk: int) -> tuple[ShardRows, int, str]:
+    """The rows of a branch that leave the device, the devices that share its segments, and what would align it."""
+    layout, p, w, r = layout_named(request.layout), request.ring_size, branch.segment_length, branch.rate
+    spans = w // chunk  # chunks
+    rules = {
+        f"segments of {w} must consist of whole chunks of {chunk}": w % chunk == 0,
+        f"segments of {w} must divide the stored length {request.stored_length}": request.stored_length % w == 0,
+        f"chunks of {chunk} must be a multiple of the rate {r}": chunk % r == 0,
+        f"the {spans} chunks of a segment must divide the {p} devices": spans > p or (spans > 0 and p % spans == 0),
+    }
+    advice = "; ".join(rule for rule, holds in rules.items() if not holds)
+    counts = [max(0, -(-(w - o) // r)) for o in branch.offsets]
+    heads = [i for i, count in enumerate(counts) if count or request.head_shards > 1]
+    begins = np.arange(layout.multiple(p) + 1)[:, None] * chunk
+    offset, count = np.array(branch.offsets)[None, :], np.array(counts)[None, :]
+    ranks = begins // w * count + np.clip(-(-(begins % w - offset) // r), 0, count)
+    rows = int(np.diff(ranks, axis=0).max(initial=0))
+    shard = ShardRows(
+        branch=number,
+        segment_length=w,
+        rate=r,
+        chunks=layout.chunks,
+        chunk_length=chunk,
+        rows=rows,
+        is_aligned=not advice,
+        heads=np.array([branch.first_head + i for i in heads], np.int32),
+        offsets=np.array([branch.offsets[i] for i in heads], np.int32),
+        counts=np.array([counts[i] for i in heads], np.int32),
+        sizes=cpu_block_sizes(rows if not advice else min(rows, max(256, max(counts))), request.group),
+    )
+    return shard, p if advice else min(spans, p), advice
+
+
+def _strategy(request: Request, rows: int, group: int) -> Literal["ring", "gather"]:
+    if request.strategy != "auto":
+        return request.strategy
+    size = costs.row_bytes(request, rows)
+    is_latency_bound = group > 2 and size.keys <= _LATENCY_BYTES
+    room = np.inf if request.memory_budget is None else request.memory_budget / 8
+    return "gather" if is_latency_bound and group * (size.keys + size.key_sums) <= room else "ring"
+
+
+def _memory(request: Request, branches: tuple[BranchPlan, ...]) -> tuple[int, int]:
+    """Estimated bytes per device of a forward pass, and of forward and backward pass."""
+    kv_heads = request.kv_heads // request.head_shards
+    sums = costs.accumulator(np.dtype(request.dtype)).name
+    wide = 0 if sums == request.dtype else 1  # whether sums are arrays of their own
+    q, q_sums = (request.dense_bytes(d, kv_heads * request.group) for d in (request.dtype, sums))
+    k, k_sums = (request.dense_bytes(d, kv_heads) for d in (request.dtype, sums))
+    lse = q_sums // request.head_dim
+    forward, gradient = 2 * q + 2 * k + lse + wide * q_sums, 4 * q + 4 * k + 2 * lse + wide * (q_sums + 2 * k_sums)
+    travelling = [(b, costs.row_bytes(request, request.batch * b.rows)) for b in branches if b.shard is not None]
+    for branch, size in travelling:
+        copies = branch.group + 1 if branch.where == "gather" else 3
+        forward += copies * size.keys + size.queries + size.query_sums + size.ids
+        rest = (size.keys, size.key_sums) if branch.moves == "keys" else (2 * size.queries, size.query_sums)
+        gradient += copies * sum(rest) + size.keys + 2 * size.queries
+    return forward + _SCRATCH, gradient + 2 * _SCRATCH
+
+
+def plan(
+    pattern: DilationPattern,
+    *,
+    seq_len: int,
+    num_heads: int,
+    head_dim: int,
+    ring_size: int,
+    num_kv_heads: int | None = None,
+    batch: int = 1,
+    layout: str = "contiguous",
+    is_causal: bool = False,
+    dtype: Any = "float32",
+    strategy: StrategyName = "auto",
+    memory_budget: int | None = None,
+    has_segment_ids: bool = False,
+    head_shards: int = 1,
+) -> Plan:
+    """Plans a dilated attention on a ring of devices; print the result to read it.
+
+    Args:
+        pattern: The branches.
+        seq_len: Length of the sequence; it is stored padded to what the layout needs.
+        num_heads: Query heads.
+        head_dim: Dimensions per head.
+        ring_size: Devices that share the sequence.
+        num_kv_heads: Key/value heads, as many as query heads by default.
+        batch: Sequences per device.
+        layout: ``"contiguous"`` or ``"zigzag"``.
+        is_causal: Whether a query sees only keys up to its position.
+        dtype: Of query, key and value.
+        strategy: ``"auto"``, ``"ring"`` or ``"gather"`` for the branches that need other devices' keys.
+        memory_budget: Bytes that a device has for this attention, or None.
+        has_segment_ids: Whether segment ids travel with the keys.
+        head_shards: Devices that share the heads.
+
+    Returns:
+        The plan.
+
+    Raises:
+        ValueError: If an argument is not as described, or if nothing fits into the budget.
+
+    Example:
+        >>> import ringjax as rj
+        >>> pattern = rj.DilationPattern((2048, 65536), (1, 16))
+        >>> p = rj.plan(pattern, seq_len=65536, num_heads=8, head_dim=64, ring_size=4)
+        >>> [(b.where, b.hops) for b in p.branches]
+        [('local', 0), ('ring', 3)]
+    """
+    names = ("seq_len", "num_heads", "head_dim", "ring_size", "batch", "head_shards")
+    given = (seq_len, num_heads, head_dim, ring_size, batch, head_shards)
+    seq_len, num_heads, head_dim, ring_size, batch, head_shards = map(whole_number, names, given)
+    kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
+    if num_heads % kv_heads:
+        raise ValueError(f"`num_heads` must be a multiple of `num_kv_heads`, got {num_heads} and {kv_heads}.")
+    multiple = layout_named(layout).multiple(ring_size)
+    request = Request(
+        pattern=pattern,
+        seq_len=seq_len,
+        stored_length=-(-seq_len // multiple) * multiple if ring_size > 1 else seq_len,
+        batch=batch,
+        kv_heads=kv_heads,
+        group=num_heads // kv_heads,
+        head_dim=head_dim,
+        ring_size=ring_size,
+        layout=layout,
+        is_causal=is_causal,
+        dtype=np.dtype(dtype).name if str(dtype) != "bfloat16" else "bfloat16",
+        strategy=strategy,
+        memory_budget=memory_budget,
+        has_ids=has_segment_ids or (ring_size > 1 and seq_len % multiple != 0),
+        head_shards=head_shards,
+    )
+    return checked_plan(request)
+
+
+def checked_plan(request: Request) -> Plan:
+    """The plan for this request, or a ValueError that says what is wrong with it."""
+    if request.strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {request.strategy!r}.")
+    if request.kv_heads % request.head_shards:
+        raise ValueError(
+            f"key/value heads must divide evenly over `head_axis`, got {request.kv_heads} heads over "
+            f"{request.head_shards} devices."
+        )
+    if request.pattern.heads == "grouped" and request.head_shards > 1:
+        raise NotImplementedError('`heads="grouped"` cannot run with heads sharded over a mesh axis.')
+    made = make_plan(request)
+    budget = request.memory_budget
+    if budget is not None and made.gradient_memory > budget:
+        least = make_plan(request._replace(strategy="ring"))
+        if least.gradient_memory <= budget:
+            return least
+        raise ValueError(
+            f"`memory_budget` must be at least {least.gradient_memory} bytes per device for this attention and its "
+            f"gradient on a ring of {request.ring_size}, got {budget}; a larger ring, a smaller batch or heads "
+            "sharded over `head_axis` need less."
+        )
+    return made

@@ -1,0 +1,175 @@
+"""The rows of one branch on one device of a ring: which they are, and where they stand in the sequence.
+
+A device holds one or two *chunks* of the sequence, each a run of neighbouring positions. Where segments consist of whole
+chunks and the rate divides a chunk, each head selects every r-th row of a chunk, and all chunks look alike: *aligned*.
+Elsewhere the rows of a head are counted out: as many as any chunk may have, with those that are not there masked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ringjax import softmax
+from ringjax.block.sizes import BlockSizes
+from ringjax.select import Box, Columns, Picked
+from ringjax.softmax import Partial
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ShardRows:
+    """What a device of a ring selects in one branch.
+
+    Attributes:
+        branch: Number of the branch in the pattern.
+        segment_length: ``w``.
+        rate: ``r``.
+        chunks: Chunks per device.
+        chunk_length: Positions per chunk.
+        rows: Most rows that a head selects in a chunk.
+        is_aligned: Whether each head selects that many in every chunk, at the same places.
+        heads: Key/value heads that take part, (heads,).
+        offsets: Residue of each, (heads,).
+        counts: Rows that each selects in a whole segment, (heads,).
+        sizes: How the rows of a chunk are cut into blocks.
+    """
+
+    branch: int
+    segment_length: int
+    rate: int
+    chunks: int
+    chunk_length: int
+    rows: int
+    is_aligned: bool
+    heads: np.ndarray
+    offsets: np.ndarray
+    counts: np.ndarray
+    sizes: BlockSizes
+
+    def for_heads(self, first: Array, num: int) -> ShardRows:
+        """The same for `num` of the heads, from `first` on, which is known at run time only; numbered from 0."""
+        offsets, counts = (lax.dynamic_slice_in_dim(jnp.asarray(x), first, num) for x in (self.offsets, self.counts))
+        heads = np.arange(num, dtype=np.int32)
+        return dataclasses.replace(self, heads=heads, offsets=offsets, counts=counts)  # type: ignore[arg-type]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return self.heads.nbytes + self.offsets.nbytes + self.counts.nbytes
+
+    def take(self, x: Array, starts: Array) -> Array:
+        """The selected rows (heads, B * chunks, rows, width) of x (B, c, K, ...), or of ids (B, c) with width 1.
+
+        Args:
+            x: The shard.
+            starts: Position at which each of the device's chunks starts, (chunks,).
+        """
+        view, num_heads = self._view(x)
+        read = lambda i: self._box(i, x.shape[0], num_heads, starts).read(view)  # noqa: E731
+        shape = (x.shape[0] * self.chunks, self.rows, view.shape[-1] // (num_heads * self._stride))
+        taken = jnp.zeros_like(view, shape=(len(self.heads), *shape))
+
+        def body(i: Array, taken: Array) -> Array:
+            return lax.dynamic_update_index_in_dim(taken, read(i).reshape(shape), i, axis=0)
+
+        return lax.fori_loop(0, len(self.heads), body, taken)
+
+    def merge(self, merged: Partial, part: Partial, starts: Array) -> Partial:
+        """`merged`, (B, c, K, G, H) and (B, c, K, G), with the partial of the selected rows merged in."""
+
+        def new(old: tuple[Array, Array], rows: tuple[Array, Array]) -> tuple[Array, Array]:
+            group = old[1].shape[-1]
+            split = lambda x: x.reshape(*x.shape[:-1], group, -1)  # noqa: E731
+            joint = softmax.merge(Partial(split(old[0]), old[1]), Partial(split(rows[0]), rows[1]))
+            return joint.out.reshape(old[0].shape), joint.lse
+
+        return Partial(*self._replace(new, merged, part, starts))
+
+    def add(self, sums: tuple[Array, ...], rows: tuple[Array, ...], starts: Array) -> tuple[Array, ...]:
+        """Dense `sums` with `rows` added to the selected rows."""
+        return self._replace(lambda old, new: tuple(a + b for a, b in zip(old, new, strict=True)), sums, rows, starts)
+
+    def _replace(
+        self,
+        new: Callable[..., tuple[Array, ...]],
+        dense: tuple[Array, ...],
+        rows: tuple[Array, ...],
+        starts: Array,
+    ) -> tuple[Array, ...]:
+        shapes = [x.shape for x in dense]
+        batch, _, kv_heads = shapes[0][:3]
+        rows = tuple(x.reshape(len(self.heads), batch * self.chunks, self.rows, -1) for x in rows)
+
+        def body(i: Array, views: tuple[Array, ...]) -> tuple[Array, ...]:
+            box = self._box(i, batch, kv_heads, starts)
+            old = tuple(box.read(view) for view in views)
+            own = tuple(lax.dynamic_index_in_dim(x, i, keepdims=False) for x in rows)
+            put = new(old, tuple(x.reshape(y.shape) for x, y in zip(own, old, strict=True)))
+            return tuple(box.write(view, x) for view, x in zip(views, put, strict=True))
+
+        views = lax.fori_loop(0, len(self.heads), body, tuple(self._view(x)[0] for x in dense))
+        return tuple(x.reshape(shape) for x, shape in zip(views, shapes, strict=True))
+
+    @property
+    def _stride(self) -> int:
+        return self.rate if self.is_aligned else 1
+
+    def _view(self, x: Array) -> tuple[Array, int]:
+        """`x` in the form that the boxes read, and its number of heads."""
+        batch, length = x.shape[:2]
+        num_heads = x.shape[2] if x.ndim > 2 else 1
+        shape = (batch * self.chunks, self.rows, -1) if self.is_aligned else (batch, length, -1)
+        return x.reshape(shape), num_heads
+
+    def _box(self, i: Array, batch: int, num_heads: int, starts: Array) -> Box:
+        """The rows of the i-th head that takes part; of all heads alike in an array without heads."""
+        i = i.astype(jnp.int32)
+        head = jnp.asarray(self.heads)[i] if num_heads > 1 else jnp.zeros_like(i)
+        offset = jnp.asarray(self.offsets)[i]
+        if self.is_aligned:
+            return Columns(jnp.zeros_like(i), batch * self.chunks, offset * num_heads + head, self.rate * num_heads)
+        positions, exists = self._positions(starts[:, None], offset, jnp.asarray(self.counts)[i])
+        local = positions - starts[:, None] + self.chunk_length * jnp.arange(self.chunks, dtype=jnp.int32)[:, None]
+        return Picked(jnp.where(exists, local, self.chunks * self.chunk_length).ravel(), head, num_heads)
+
+    def places(self, start: Array, *, missing: int) -> Array:
+        """Segment and position of each row of a chunk, (heads, rows, 2); segment `missing` for rows not there."""
+        offsets, counts = jnp.asarray(self.offsets)[:, None], jnp.asarray(self.counts)[:, None]
+        positions, exists = self._positions(start, offsets, counts)
+        return jnp.stack([jnp.where(exists, positions // self.segment_length, missing), positions], axis=-1)
+
+    def ranges(self, query_start: Array, key_start: Array, is_causal: bool) -> Array:
+        """For each query block of one chunk, the rows of another chunk that it may see: (heads, blocks, 2)."""
+        offsets, counts = jnp.asarray(self.offsets)[:, None], jnp.asarray(self.counts)[:, None]
+        first = jnp.arange(0, self.sizes.padded(self.rows), self.sizes.query, dtype=jnp.int32)[None, :]
+        before = self._before(query_start, offsets, counts)
+        own = self._before(query_start + self.chunk_length, offsets, counts) - before  # rows of the query chunk
+        w = self.segment_length
+        low = self._position(before + first, offsets, counts) // w * w
+        last = self._position(before + jnp.minimum(first + self.sizes.query, own) - 1, offsets, counts)
+        high = last + 1 if is_causal else (last // w + 1) * w
+        end = key_start + self.chunk_length
+        rank = lambda x: self._before(jnp.clip(x, key_start, end), offsets, counts)  # noqa: E731
+        ranges = jnp.stack([rank(low), rank(high)], axis=-1) - self._before(key_start, offsets, counts)[..., None]
+        exists = (first < own) & (counts > 0)
+        return jnp.where(exists[..., None], ranges, 0)
+
+    def _positions(self, start: Array, offset: Array, count: Array) -> tuple[Array, Array]:
+        """Positions of the rows of a chunk, and which of them are there."""
+        row = jnp.arange(self.rows, dtype=jnp.int32)[None, :]
+        positions = self._position(self._before(start, offset, count) + row, offset, count)
+        return positions, (positions < start + self.chunk_length) & (count > 0)
+
+    def _before(self, position: Array, offset: Array, count: Array) -> Array:
+        """How many positions before this one are selected."""
+        inside = (position % self.segment_length - offset + self.rate - 1) // self.rate
+        return position // self.segment_length * count + jnp.clip(inside, 0, count)
+
+    def _position(self, rank: Array, offset: Array, count: Array) -> Array:
+        """The position that is selected after `rank` others."""
+        count = jnp.maximum(count, 1)
+        return rank // count * self.segment_length + offset + rank % count * self.rate
