@@ -24,6 +24,10 @@ class Message(NamedTuple):
     bytes: int
     count: int
 
+    def times(self, number: int) -> Message:
+        """The message sent so many times as often."""
+        return self._replace(count=self.count * number)
+
     def sent(self, group: int) -> int:
         """Bytes that leave a device."""
         share = {"collective-permute": 1, "all-gather": group - 1, "reduce-scatter": (group - 1) / group}[self.op]

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 from ringjax import softmax
 from ringjax.block import hops, xla
 from ringjax.indices import PartTable
-from ringjax.journey import Journey, Shard
+from ringjax.journey import Cargo, Journey, Shard
 from ringjax.layout import layout_named
 from ringjax.pattern import DilationPattern
 from ringjax.plan import BranchPlan, Plan, Request, StrategyName, checked_plan
@@ -102,6 +102,7 @@ class Config:
             layout_named(self.ring.layout),
             self.ring.axis_name,
             self.ring.axis_size,
+            query.shape[2],
             query.shape[3],
             self.is_causal,
             self.scale,
@@ -142,20 +143,38 @@ def _forward(config: Config, shard: Shard) -> tuple[Array, Array, tuple[Array, .
     Keys are sent off first, and the branches that need no others are computed while they travel.
     """
     query, work = shard.query, config.work(shard)
-    keeps_rows = config.pattern.mixing == "detached"
-    journeys = work.journeys
-    keys = [journey.keys(shard) for journey in journeys]
-    begun = [journey.circle.begin(cargo) for journey, cargo in zip(journeys, keys, strict=True)]
+    views = {journey: Shard(*journey.view(*shard)) for journey in work.journeys}
+    keys = {journey: journey.keys(views[journey]) for journey in work.journeys if journey.branch.pieces == 1}
+    begun = {journey: journey.circle.begin(cargo) for journey, cargo in keys.items()}
     merged = softmax.empty_like(jnp.zeros_like(query, dtype=softmax.accumulator(query.dtype)))
+    shapes = [x.shape for x in merged]
     merged, rows = _forward_local(config, work, shard, merged)
-    for journey, cargo, first in zip(journeys, keys, begun, strict=True):
+    for journey in work.journeys:
         with jax.named_scope(_name("ring", journey.rows)):
-            part = journey.forward(journey.queries(shard), cargo, first)
-            merged = journey.merge(merged, part)
-            rows += [part.out] if keeps_rows else []
+            merged = Partial(*journey.view(*merged))
+            if journey in keys:
+                part = journey.forward(journey.queries(views[journey]), keys[journey], begun[journey])
+                merged, own = journey.merge(merged, part), part.out
+            else:
+                merged, own = _forward_pieces(journey, views[journey], merged)
+            merged = Partial(*(x.reshape(shape) for x, shape in zip(merged, shapes, strict=True)))
+        rows.append(own)
     out = (merged.out / config.divisor).astype(query.dtype)
-    kept = tuple(checkpoint_name(x.astype(query.dtype), "ringjax_out") for x in rows)
-    return checkpoint_name(out, "ringjax_out"), checkpoint_name(merged.lse, "ringjax_lse"), kept
+    kept = rows if config.pattern.mixing == "detached" else []
+    named = tuple(checkpoint_name(x.astype(query.dtype), "ringjax_out") for x in kept)
+    return checkpoint_name(out, "ringjax_out"), checkpoint_name(merged.lse, "ringjax_lse"), named
+
+
+def _forward_pieces(journey: Journey, views: Shard, merged: Partial) -> tuple[Partial, Array]:
+    """A branch whose heads travel one part after the other; its own rows have the parts in front."""
+
+    def step(merged: Partial, index: Array) -> tuple[Partial, Array]:
+        piece = journey.piece(index)
+        keys = piece.keys(views)
+        part = piece.forward(piece.queries(views), keys, piece.circle.begin(keys))
+        return piece.merge(merged, part), part.out
+
+    return lax.scan(step, merged, jnp.arange(journey.branch.pieces, dtype=jnp.int32))
 
 
 def _forward_local(config: Config, work: Work, shard: Shard, merged: Partial) -> tuple[Partial, list[Array]]:
@@ -188,49 +207,65 @@ def _attention_fwd(
 def _attention_bwd(config: Config, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array, None]:
     """The branches on the ring come first, so that their last message travels while the local ones are computed."""
     shard, out, lse, rows = residuals
-    query, work = shard.query, config.work(shard)
-    journeys = work.journeys
-    own_rows = rows[len(rows) - len(journeys) :] if rows else [None] * len(journeys)
-    queries, keys, begun = [], [], []
-    for journey, own in zip(journeys, own_rows, strict=True):
-        queries.append(_journey_queries(journey, shard, out, lse, dout, own))
-        keys.append(journey.keys(shard))
-        begun.append(journey.circle.begin(journey.cargo(queries[-1], keys[-1])))
+    work = config.work(shard)
+    local_rows, ring_rows = rows[: len(rows) - len(work.journeys)], rows[len(rows) - len(work.journeys) :]
+    own = dict(zip(work.journeys, ring_rows, strict=True)) if rows else {}
+    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
+    views = {j: (Shard(*j.view(*shard)), *j.view(dout, lse, delta)) for j in work.journeys}
+    whole = [journey for journey in work.journeys if journey.branch.pieces == 1]
+    sent = {journey: _send(journey, *views[journey], own.get(journey)) for journey in whole}
+    found = {journey: journey.backward(*sent[journey]) for journey in whole}
     grads = xla.Grads(*(jnp.zeros_like(x, dtype=lse.dtype) for x in shard[:3]))
-    found = []
-    for journey, *cargo in zip(journeys, queries, keys, begun, strict=True):
+    shapes = [x.shape for x in grads]
+    grads = _backward_local(config, work, shard, (out, lse, dout), grads, local_rows)
+    for journey in work.journeys:
         with jax.named_scope(_name("ring_grad", journey.rows)):
-            found.append(journey.backward(*cargo))
-    grads = _backward_local(config, work, shard, out, lse, dout, grads, rows[: len(rows) - len(journeys)])
-    for journey, sums in zip(journeys, found, strict=True):
-        grads = xla.Grads(*journey.add(grads, sums))
-    dq, dk, dv = (g.astype(query.dtype) for g in grads)
+            grads = xla.Grads(*journey.view(*grads))
+            if journey in found:
+                grads = xla.Grads(*journey.add(grads, found[journey]))
+            else:
+                grads = _backward_pieces(journey, views[journey], grads, own.get(journey))
+            grads = xla.Grads(*(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True)))
+    dq, dk, dv = (g.astype(shard.query.dtype) for g in grads)
     return dq, dk, dv, None
 
 
-def _journey_queries(
-    journey: Journey, shard: Shard, out: Array, lse: Array, dout: Array, own: Array | None
-) -> hops.Queries:
-    """The selected queries with their cotangent; delta from the joint output, or from the branch's own rows."""
-    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
-    queries = journey.before_backward(shard, dout, lse, delta)
-    if own is None:
-        return queries
-    assert queries.dout is not None
-    return queries._replace(delta=jnp.sum(queries.dout.astype(lse.dtype) * own.astype(lse.dtype), axis=-1))
+def _backward_pieces(
+    journey: Journey, views: tuple[Shard, Array, Array, Array], grads: xla.Grads, own: Array | None
+) -> xla.Grads:
+    def step(grads: xla.Grads, index: Array) -> tuple[xla.Grads, None]:
+        piece = journey.piece(index)
+        rows = None if own is None else lax.dynamic_index_in_dim(own, index, keepdims=False)
+        return xla.Grads(*piece.add(grads, piece.backward(*_send(piece, *views, rows)))), None
+
+    return lax.scan(step, grads, jnp.arange(journey.branch.pieces, dtype=jnp.int32))[0]
+
+
+def _send(
+    journey: Journey, views: Shard, dout: Array, lse: Array, delta: Array, own: Array | None
+) -> tuple[hops.Queries, hops.KeyRows, Cargo]:
+    """The selected queries with their cotangent, the keys, and what of them was sent off.
+
+    `delta` is that of the joint output, unless the branch's `own` output rows are given.
+    """
+    queries, keys = journey.before_backward(views, dout, lse, delta), journey.keys(views)
+    if own is not None:
+        assert queries.dout is not None
+        delta = jnp.sum(queries.dout.astype(lse.dtype) * own.astype(lse.dtype), axis=-1)
+        queries = queries._replace(delta=delta)
+    return queries, keys, journey.circle.begin(journey.cargo(queries, keys))
 
 
 def _backward_local(
     config: Config,
     work: Work,
     shard: Shard,
-    out: Array,
-    lse: Array,
-    dout: Array,
+    joint: tuple[Array, Array, Array],
     grads: xla.Grads,
     rows: tuple[Array, ...],
 ) -> xla.Grads:
-    out, dout, rows = to_bits(out), to_bits(dout), tuple(to_bits(x) for x in rows)
+    out, lse, dout = (to_bits(x) for x in joint)
+    rows = tuple(to_bits(x) for x in rows)
     shapes = [x.shape for x in grads]
     query = shard.query
     for number, table in enumerate(work.tables):

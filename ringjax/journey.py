@@ -26,7 +26,7 @@ from ringjax.visits import starts, visits
 
 
 class Shard(NamedTuple):
-    """What a device holds: query (B, c, K, G, H), key and value (B, c, K, H), ids (B, c) or None."""
+    """What a device holds: query (B, c, K, G, H), key and value (B, c, K, H), ids (B, c) or None; or views of them."""
 
     query: Array
     key: Array
@@ -34,7 +34,10 @@ class Shard(NamedTuple):
     ids: Array | None
 
 
-@dataclasses.dataclass(frozen=True)
+Cargo = KeyRows | tuple[Array, Array, Array | None]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Journey:
     """How the rows of one branch travel."""
 
@@ -43,6 +46,7 @@ class Journey:
     layout: Layout
     axis_name: AxisName
     axis_size: int
+    kv_heads: int
     group: int  # query heads per key/value head
     is_causal: bool
     scale: float
@@ -53,6 +57,15 @@ class Journey:
         """The rings on which they travel."""
         strategy = "gather" if self.branch.where == "gather" else "ring"
         return Circle(self.axis_name, self.axis_size, self.branch.group, strategy)
+
+    def view(self, *arrays: Array | None) -> tuple[Array | None, ...]:
+        """Shards (B, c, ...) in the form in which the other methods take them."""
+        return tuple(None if x is None else self.rows.view(x) for x in arrays)
+
+    def piece(self, index: Array) -> Journey:
+        """The part of the heads that travels after `index` others."""
+        num = len(self.rows.heads) // self.branch.pieces
+        return dataclasses.replace(self, rows=self.rows.piece(index * num, num))
 
     def keys(self, shard: Shard) -> KeyRows:
         """The selected keys and values."""
@@ -80,25 +93,23 @@ class Journey:
         return self.circle.visit_all(keys, begun, empty, visit)
 
     def merge(self, merged: Partial, part: Partial) -> Partial:
-        """The dense partial with that of the selected queries merged in."""
-        return self.rows.merge(merged, part, self._starts)
+        """The partial of all rows with that of the selected queries merged in."""
+        return self.rows.merge(merged, part, self.kv_heads, self._starts)
 
     def before_backward(self, shard: Shard, dout: Array, lse: Array, delta: Array) -> Queries:
-        """The selected queries with all that their gradient needs: cotangent, lse and delta (B, c, K, G)."""
+        """The selected queries with all that their gradient needs."""
         queries = self.queries(shard)
         taken = [self._taken(x, queries.ids, self.group) for x in (dout, softmax.for_backward(lse), delta)]
         return queries._replace(dout=taken[0], lse=taken[1][..., 0], delta=taken[2][..., 0])
 
-    def cargo(self, queries: Queries, keys: KeyRows) -> KeyRows | tuple[Array, Array, Array | None]:
+    def cargo(self, queries: Queries, keys: KeyRows) -> Cargo:
         """What goes round in the backward pass; arrays of a kind are stacked, to go in one message."""
         if self.branch.moves == "keys":
             return keys
         assert queries.dout is not None and queries.lse is not None and queries.delta is not None
         return jnp.stack([queries.q, queries.dout]), jnp.stack([queries.lse, queries.delta]), queries.ids
 
-    def backward(
-        self, queries: Queries, keys: KeyRows, begun: KeyRows | tuple[Array, Array, Array | None]
-    ) -> tuple[Array, Array]:
+    def backward(self, queries: Queries, keys: KeyRows, begun: Cargo) -> tuple[Array, Array]:
         """Gradients of the selected queries (N, C, n * G, H), and keys and values (2, N, C, n, H)."""
         assert queries.lse is not None
         acc = queries.lse.dtype
@@ -129,9 +140,9 @@ class Journey:
         return dq, dkv
 
     def add(self, grads: tuple[Array, ...], found: tuple[Array, Array]) -> tuple[Array, ...]:
-        """The dense gradients with those of the selected rows added."""
+        """The gradients of all rows with those of the selected rows added."""
         dq, (dk, dv) = found
-        return self.rows.add(grads, (dq, dk, dv), self._starts)
+        return self.rows.add(grads, (dq, dk, dv), self.kv_heads, self._starts)
 
     @property
     def _me(self) -> Array:
@@ -152,12 +163,12 @@ class Journey:
     def _ids(self, shard: Shard) -> Array | None:
         if shard.ids is None:
             return None
-        taken = self.rows.take(shard.ids, self._starts)
+        taken = self.rows.take(shard.ids, 1, self._starts)
         return taken.reshape(-1, self.rows.chunks, self.rows.rows)
 
     def _taken(self, x: Array, ids: Array | None, group: int) -> Array:
         """Selected rows (N, C, n * group, width); 0 where the ids say padding, which may hold NaN."""
-        taken = from_bits(self.rows.take(x, self._starts))
+        taken = from_bits(self.rows.take(x, self.kv_heads, self._starts))
         taken = taken.reshape(-1, self.rows.chunks, self.rows.rows * group, taken.shape[-1] // group)
         if ids is None:
             return taken

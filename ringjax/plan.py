@@ -23,6 +23,7 @@ from ringjax.shard import ShardRows
 StrategyName = Literal["auto", "ring", "gather"]
 STRATEGIES = ("auto", "ring", "gather")
 _LATENCY_BYTES = 256 * 1024  # a hop of fewer bytes takes about as long as an empty one
+_LONG_MESSAGE = 2**20  # bytes; cutting longer messages costs no time
 _SCRATCH = 12 * 2**20  # scores and weights of a block
 
 
@@ -68,6 +69,7 @@ class BranchPlan:
         is_aligned: Whether chunks are alike for this branch, which is the fast case.
         advice: What would make it so, or "".
         rows: Selected rows on a device, over its heads, per batch entry.
+        pieces: In how many parts the heads travel, one after the other: large messages are cut, to take less memory.
         moves: What goes round in the backward pass.
         forward: Messages of the forward pass.
         backward: Messages of the backward pass.
@@ -83,6 +85,7 @@ class BranchPlan:
     is_aligned: bool
     advice: str
     rows: int
+    pieces: int
     moves: Moves
     forward: tuple[Message, ...]
     backward: tuple[Message, ...]
@@ -188,17 +191,20 @@ def _branch_plan(request: Request, number: int, branch: Branch) -> BranchPlan:
     make = functools.partial(BranchPlan, branch.segment_length, branch.rate, flops=flops)
     if ring_size == 1 or chunk % branch.segment_length == 0:
         every = request.head_shards > 1
-        tables = branch_tables(branch, number, request.shard_length, request.group, with_empty_heads=every)
+        length, on_ring = request.shard_length, ring_size > 1
+        tables = branch_tables(branch, number, length, request.group, with_empty_heads=every, on_ring=on_ring)
         rows = sum(int(t.counts.sum()) * t.segments for t in tables) // request.head_shards
-        return make("local", 1, True, "", rows, "keys", (), (), tables=tables, shard=None)
+        return make("local", 1, True, "", rows, 1, "keys", (), (), tables=tables, shard=None)
     shard, group, advice = _shard_rows(request, number, branch, chunk)
     rows = len(shard.heads) // request.head_shards * shard.chunks * shard.rows
-    all_rows = request.batch * rows
-    where = _strategy(request, all_rows, group)
-    moves: Moves = "keys" if where == "gather" else costs.cheaper_moves(request, all_rows, group)
-    forward = costs.forward_messages(request, all_rows, group, where)
-    backward = costs.backward_messages(request, all_rows, group, where, moves)
-    return make(where, group, shard.is_aligned, advice, rows, moves, forward, backward, tables=(), shard=shard)
+    where = _strategy(request, request.batch * rows, group)
+    pieces = _pieces(request, request.batch * rows, len(shard.heads) // request.head_shards)
+    piece_rows = request.batch * rows // pieces
+    moves: Moves = "keys" if where == "gather" else costs.cheaper_moves(request, piece_rows, group)
+    forward = costs.forward_messages(request, piece_rows, group, where)
+    backward = costs.backward_messages(request, piece_rows, group, where, moves)
+    forward, backward = (tuple(m.times(pieces) for m in messages) for messages in (forward, backward))
+    return make(where, group, shard.is_aligned, advice, rows, pieces, moves, forward, backward, tables=(), shard=shard)
 
 
 def _shard_rows(request: Request, number: int, branch: Branch, chunk: int) -> tuple[ShardRows, int, str]:
@@ -229,7 +235,7 @@ def _shard_rows(request: Request, number: int, branch: Branch, chunk: int) -> tu
         heads=np.array([branch.first_head + i for i in heads], np.int32),
         offsets=np.array([branch.offsets[i] for i in heads], np.int32),
         counts=np.array([counts[i] for i in heads], np.int32),
-        sizes=cpu_block_sizes(rows if not advice else min(rows, max(256, max(counts))), request.group),
+        sizes=cpu_block_sizes(rows if not advice else min(rows, max(256, max(counts))), request.group, on_ring=True),
     )
     return shard, p if advice else min(spans, p), advice
 
@@ -243,6 +249,12 @@ def _strategy(request: Request, rows: int, group: int) -> Literal["ring", "gathe
     return "gather" if is_latency_bound and group * (size.keys + size.key_sums) <= room else "ring"
 
 
+def _pieces(request: Request, rows: int, heads: int) -> int:
+    """In how many equal parts the heads travel: as many as keep messages long."""
+    size = costs.row_bytes(request, rows).keys
+    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or size // n >= _LONG_MESSAGE))
+
+
 def _memory(request: Request, branches: tuple[BranchPlan, ...]) -> tuple[int, int]:
     """Estimated bytes per device of a forward pass, and of forward and backward pass."""
     kv_heads = request.kv_heads // request.head_shards
@@ -252,7 +264,7 @@ def _memory(request: Request, branches: tuple[BranchPlan, ...]) -> tuple[int, in
     k, k_sums = (request.dense_bytes(d, kv_heads) for d in (request.dtype, sums))
     lse = q_sums // request.head_dim
     forward, gradient = 2 * q + 2 * k + lse + wide * q_sums, 4 * q + 4 * k + 2 * lse + wide * (q_sums + 2 * k_sums)
-    travelling = [(b, costs.row_bytes(request, request.batch * b.rows)) for b in branches if b.shard is not None]
+    travelling = [(b, costs.row_bytes(request, request.batch * b.rows // b.pieces)) for b in branches if b.shard]
     for branch, size in travelling:
         copies = branch.group + 1 if branch.where == "gather" else 3
         forward += copies * size.keys + size.queries + size.query_sums + size.ids

@@ -56,74 +56,76 @@ class ShardRows:
         heads = np.arange(num, dtype=np.int32)
         return dataclasses.replace(self, heads=heads, offsets=offsets, counts=counts)  # type: ignore[arg-type]
 
+    def piece(self, first: Array | int, num: int) -> ShardRows:
+        """The same for `num` of the heads that take part, from the `first` of them on."""
+        some = (lax.dynamic_slice_in_dim(jnp.asarray(x), first, num) for x in (self.heads, self.offsets, self.counts))
+        heads, offsets, counts = some
+        return dataclasses.replace(self, heads=heads, offsets=offsets, counts=counts)  # type: ignore[arg-type]
+
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
         return self.heads.nbytes + self.offsets.nbytes + self.counts.nbytes
 
-    def take(self, x: Array, starts: Array) -> Array:
-        """The selected rows (heads, B * chunks, rows, width) of x (B, c, K, ...), or of ids (B, c) with width 1.
+    def view(self, x: Array) -> Array:
+        """A shard (B, c, ...) with three axes, as the other methods want it; a mere reshape, to be done outside loops."""
+        batch, length = x.shape[:2]
+        return x.reshape((batch * self.chunks, self.rows, -1) if self.is_aligned else (batch, length, -1))
+
+    def take(self, view: Array, num_heads: int, starts: Array) -> Array:
+        """The selected rows (heads, B * chunks, rows, width).
 
         Args:
-            x: The shard.
+            view: Of an array with this many heads; 1 for one without.
+            num_heads: Key/value heads of the array.
             starts: Position at which each of the device's chunks starts, (chunks,).
         """
-        view, num_heads = self._view(x)
-        read = lambda i: self._box(i, x.shape[0], num_heads, starts).read(view)  # noqa: E731
-        shape = (x.shape[0] * self.chunks, self.rows, view.shape[-1] // (num_heads * self._stride))
+        batch = view.shape[0] // self.chunks if self.is_aligned else view.shape[0]
+        width = view.shape[2] // (num_heads * (self.rate if self.is_aligned else 1))
+        shape = (batch * self.chunks, self.rows, width)
         taken = jnp.zeros_like(view, shape=(len(self.heads), *shape))
 
         def body(i: Array, taken: Array) -> Array:
-            return lax.dynamic_update_index_in_dim(taken, read(i).reshape(shape), i, axis=0)
+            rows = self._box(i, batch, num_heads, starts).read(view)
+            return lax.dynamic_update_index_in_dim(taken, rows.reshape(shape), i, axis=0)
 
         return lax.fori_loop(0, len(self.heads), body, taken)
 
-    def merge(self, merged: Partial, part: Partial, starts: Array) -> Partial:
-        """`merged`, (B, c, K, G, H) and (B, c, K, G), with the partial of the selected rows merged in."""
+    def merge(self, merged: Partial, part: Partial, num_heads: int, starts: Array) -> Partial:
+        """The views `merged` with the partial of the selected rows, (..., G, H) and (..., G), merged in."""
+        dim = part.out.shape[-1]
 
         def new(old: tuple[Array, Array], rows: tuple[Array, Array]) -> tuple[Array, Array]:
-            group = old[1].shape[-1]
-            split = lambda x: x.reshape(*x.shape[:-1], group, -1)  # noqa: E731
+            split = lambda x: x.reshape(*x.shape[:-1], -1, dim)  # noqa: E731
             joint = softmax.merge(Partial(split(old[0]), old[1]), Partial(split(rows[0]), rows[1]))
             return joint.out.reshape(old[0].shape), joint.lse
 
-        return Partial(*self._replace(new, merged, part, starts))
+        return Partial(*self._replace(new, merged, part, num_heads, starts))
 
-    def add(self, sums: tuple[Array, ...], rows: tuple[Array, ...], starts: Array) -> tuple[Array, ...]:
-        """Dense `sums` with `rows` added to the selected rows."""
-        return self._replace(lambda old, new: tuple(a + b for a, b in zip(old, new, strict=True)), sums, rows, starts)
+    def add(self, sums: tuple[Array, ...], rows: tuple[Array, ...], num_heads: int, starts: Array) -> tuple[Array, ...]:
+        """The views `sums` with `rows` added to the selected rows."""
+        plus = lambda old, new: tuple(a + b for a, b in zip(old, new, strict=True))  # noqa: E731
+        return self._replace(plus, sums, rows, num_heads, starts)
 
     def _replace(
         self,
         new: Callable[..., tuple[Array, ...]],
-        dense: tuple[Array, ...],
+        views: tuple[Array, ...],
         rows: tuple[Array, ...],
+        num_heads: int,
         starts: Array,
     ) -> tuple[Array, ...]:
-        shapes = [x.shape for x in dense]
-        batch, _, kv_heads = shapes[0][:3]
+        batch = views[0].shape[0] // self.chunks if self.is_aligned else views[0].shape[0]
         rows = tuple(x.reshape(len(self.heads), batch * self.chunks, self.rows, -1) for x in rows)
 
         def body(i: Array, views: tuple[Array, ...]) -> tuple[Array, ...]:
-            box = self._box(i, batch, kv_heads, starts)
+            box = self._box(i, batch, num_heads, starts)
             old = tuple(box.read(view) for view in views)
             own = tuple(lax.dynamic_index_in_dim(x, i, keepdims=False) for x in rows)
             put = new(old, tuple(x.reshape(y.shape) for x, y in zip(own, old, strict=True)))
             return tuple(box.write(view, x) for view, x in zip(views, put, strict=True))
 
-        views = lax.fori_loop(0, len(self.heads), body, tuple(self._view(x)[0] for x in dense))
-        return tuple(x.reshape(shape) for x, shape in zip(views, shapes, strict=True))
-
-    @property
-    def _stride(self) -> int:
-        return self.rate if self.is_aligned else 1
-
-    def _view(self, x: Array) -> tuple[Array, int]:
-        """`x` in the form that the boxes read, and its number of heads."""
-        batch, length = x.shape[:2]
-        num_heads = x.shape[2] if x.ndim > 2 else 1
-        shape = (batch * self.chunks, self.rows, -1) if self.is_aligned else (batch, length, -1)
-        return x.reshape(shape), num_heads
+        return lax.fori_loop(0, len(self.heads), body, tuple(views))
 
     def _box(self, i: Array, batch: int, num_heads: int, starts: Array) -> Box:
         """The rows of the i-th head that takes part; of all heads alike in an array without heads."""
