@@ -56,7 +56,7 @@ class Journey:
     def circle(self) -> Circle:
         """The rings on which they travel."""
         strategy = "gather" if self.branch.where == "gather" else "ring"
-        return Circle(self.axis_name, self.axis_size, self.branch.group, strategy)
+        return Circle(self.axis_name, self.axis_size, self.branch.group, strategy, is_uniform=not self.rows.is_aligned)
 
     def view(self, *arrays: Array | None) -> tuple[Array | None, ...]:
         """Shards (B, c, ...) in the form in which the other methods take them."""

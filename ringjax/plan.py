@@ -23,7 +23,7 @@ from ringjax.shard import ShardRows
 StrategyName = Literal["auto", "ring", "gather"]
 STRATEGIES = ("auto", "ring", "gather")
 _LATENCY_BYTES = 256 * 1024  # a hop of fewer bytes takes about as long as an empty one
-_LONG_MESSAGE = 2**20  # bytes; cutting longer messages costs no time
+_LONG_MESSAGE = 2**19  # bytes; cutting longer messages costs no time
 _SCRATCH = 12 * 2**20  # scores and weights of a block
 
 

@@ -138,31 +138,32 @@ class ShardRows:
         local = positions - starts[:, None] + self.chunk_length * jnp.arange(self.chunks, dtype=jnp.int32)[:, None]
         return Picked(jnp.where(exists, local, self.chunks * self.chunk_length).ravel(), head, num_heads)
 
-    def places(self, start: Array, *, missing: int) -> Array:
-        """Segment and position of each row of a chunk, (heads, rows, 2); segment `missing` for rows not there."""
+    def places(self, starts: Array, *, missing: int) -> Array:
+        """Segment and position of each row of chunks, (chunks, heads, rows, 2); segment `missing` for rows not there."""
         offsets, counts = jnp.asarray(self.offsets)[:, None], jnp.asarray(self.counts)[:, None]
-        positions, exists = self._positions(start, offsets, counts)
+        positions, exists = self._positions(starts[:, None, None], offsets[None], counts[None])
         return jnp.stack([jnp.where(exists, positions // self.segment_length, missing), positions], axis=-1)
 
-    def ranges(self, query_start: Array, key_start: Array, is_causal: bool) -> Array:
-        """For each query block of one chunk, the rows of another chunk that it may see: (heads, blocks, 2)."""
-        offsets, counts = jnp.asarray(self.offsets)[:, None], jnp.asarray(self.counts)[:, None]
-        first = jnp.arange(0, self.sizes.padded(self.rows), self.sizes.query, dtype=jnp.int32)[None, :]
-        before = self._before(query_start, offsets, counts)
-        own = self._before(query_start + self.chunk_length, offsets, counts) - before  # rows of the query chunk
+    def ranges(self, query_starts: Array, key_starts: Array, is_causal: bool) -> Array:
+        """The rows of one chunk that each query block of another may see: (pairs, heads, blocks, 2)."""
+        offsets, counts = (jnp.asarray(x)[None, :, None] for x in (self.offsets, self.counts))
+        first = jnp.arange(0, self.sizes.padded(self.rows), self.sizes.query, dtype=jnp.int32)[None, None, :]
+        query_starts, key_starts = query_starts[:, None, None], key_starts[:, None, None]
+        before = self._before(query_starts, offsets, counts)
+        own = self._before(query_starts + self.chunk_length, offsets, counts) - before  # rows of the query chunk
         w = self.segment_length
         low = self._position(before + first, offsets, counts) // w * w
         last = self._position(before + jnp.minimum(first + self.sizes.query, own) - 1, offsets, counts)
         high = last + 1 if is_causal else (last // w + 1) * w
-        end = key_start + self.chunk_length
-        rank = lambda x: self._before(jnp.clip(x, key_start, end), offsets, counts)  # noqa: E731
-        ranges = jnp.stack([rank(low), rank(high)], axis=-1) - self._before(key_start, offsets, counts)[..., None]
+        end = key_starts + self.chunk_length
+        rank = lambda x: self._before(jnp.clip(x, key_starts, end), offsets, counts)  # noqa: E731
+        ranges = jnp.stack([rank(low), rank(high)], axis=-1) - self._before(key_starts, offsets, counts)[..., None]
         exists = (first < own) & (counts > 0)
         return jnp.where(exists[..., None], ranges, 0)
 
     def _positions(self, start: Array, offset: Array, count: Array) -> tuple[Array, Array]:
         """Positions of the rows of a chunk, and which of them are there."""
-        row = jnp.arange(self.rows, dtype=jnp.int32)[None, :]
+        row = jnp.arange(self.rows, dtype=jnp.int32).reshape((1,) * (jnp.ndim(start) - 1) + (-1,))
         positions = self._position(self._before(start, offset, count) + row, offset, count)
         return positions, (positions < start + self.chunk_length) & (count > 0)
 

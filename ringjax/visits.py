@@ -71,14 +71,7 @@ def _by_position(
     """Every pair of chunks in which some query may see some key."""
     pairs = [(a, b) for a in range(rows.chunks) for b in range(rows.chunks)]
     mine, theirs = (starts(rows, layout, ring_size, device) for device in (query_device, key_device))
-    places = [
-        Places(
-            rows.places(mine[a], missing=-1),
-            rows.places(theirs[b], missing=-2),
-            rows.ranges(mine[a], theirs[b], is_causal),
-        )
-        for a, b in pairs
-    ]
-    stacked = Places(*(jnp.stack(x) for x in zip(*places, strict=True)))
-    is_needed = (stacked.ranges[..., 1] > stacked.ranges[..., 0]).any(axis=(1, 2))
-    return _full(*zip(*pairs, strict=True))._replace(is_needed=is_needed, places=stacked)
+    every = _full(*zip(*pairs, strict=True))
+    ranges = rows.ranges(mine[every.query], theirs[every.key], is_causal)
+    places = Places(rows.places(mine, missing=-1), rows.places(theirs, missing=-2), ranges)
+    return every._replace(is_needed=(ranges[..., 1] > ranges[..., 0]).any(axis=(1, 2)), places=places)

@@ -50,7 +50,8 @@ class Visits(NamedTuple):
         query: Chunk of the queries, (visits,).
         key: Chunk of the keys, (visits,).
         is_needed: Which visits have anything to compute, (visits,), or None for all.
-        places: Where the rows stand, each with leading axes (visits, heads), or None where their order says it all.
+        places: Where the rows stand, or None where their order says it all: `query` and `key` of all chunks and heads
+            (C, heads, rows, 2), `ranges` of all visits and heads (visits, heads, blocks, 2).
         is_diagonal: Whether the chunks are the same, so that causality masks inside.
     """
 
@@ -163,7 +164,8 @@ def _over_visits(
             places = None
             if visits.places is not None:
                 head = task // (tasks // heads)
-                query, key, ranges = (x[which, head] for x in visits.places)
+                chunks = visits.query[which], visits.key[which], which
+                query, key, ranges = (x[i, head] for x, i in zip(visits.places, chunks, strict=True))
                 places = Places(_padded(query[None], walk, 1, -1)[0], _padded(key[None], walk, 1, -2)[0], ranges)
             return visit(state, _At(task, num, visits.query[which], visits.key[which], places))
 
