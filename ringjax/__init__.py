@@ -1,6 +1,6 @@
 """ringjax: dilated (LongNet) attention for JAX."""
 
-from ringjax.attention import dilated_attention, ring_dilated_attention
+from ringjax.attention import count_tiles, dilated_attention, ring_dilated_attention
 from ringjax.devices import Ring
 from ringjax.indices import CacheInfo, pattern_cache_clear, pattern_cache_info
 from ringjax.layout import from_layout, positions, to_layout
@@ -17,6 +17,7 @@ __all__ = [
     "DilationPattern",
     "Plan",
     "Ring",
+    "count_tiles",
     "dilated_attention",
     "from_layout",
     "pattern_cache_clear",

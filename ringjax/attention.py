@@ -5,6 +5,8 @@ Legend: ``B`` batch, ``T`` length, ``N`` query heads, ``K`` key/value heads, ``H
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
@@ -91,9 +93,49 @@ def dilated_attention(
     def local(query: Array, key: Array, value: Array, *ids: Array) -> Array:
         return _on_ring(config, place, shape, query, key, value, ids[0] if ids else None)
 
-    spec, given = ring.spec(), () if ids is None else (ids,)
-    specs = (spec, spec, spec, *(PartitionSpec(*spec[:2]) for _ in given))
-    return jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=spec)(query, key, value, *given)
+    return _sharded(ring, local, ring.spec(), query, key, value, ids)
+
+
+def count_tiles(
+    query: Array,
+    key: Array,
+    value: Array,
+    pattern: DilationPattern,
+    *,
+    ring: Ring,
+    is_causal: bool = False,
+    segment_ids: Array | None = None,
+    seq_len: int | None = None,
+) -> Array:
+    """Runs the forward pass of `dilated_attention` and counts the work of each device while it runs.
+
+    Args:
+        query, key, value, pattern, ring, is_causal, segment_ids, seq_len: As for `dilated_attention`.
+
+    Returns:
+        Tiles of scores that each device computed, integers (batch shards, ring size, head shards). A tile has a fixed
+        number of rows and keys within a branch; compare devices with each other, not patterns.
+
+    Raises:
+        ValueError: If an argument is not as described.
+
+    Example:
+        >>> import jax, ringjax as rj
+        >>> ring = rj.Ring(jax.make_mesh((1,), ("ring",)))
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 4, 8))
+        >>> rj.count_tiles(q, k, v, rj.DilationPattern((16,), (1,)), ring=ring)
+        Array([[[16]]], dtype=int32)
+    """
+    shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, None)
+    ring.check(query, key, value)
+    place = ring.place()
+
+    def local(query: Array, key: Array, value: Array, *ids: Array) -> Array:
+        config = Config(pattern, is_causal, shape.scale)
+        given = _prepared(config, place, shape, query, key, value, ids[0] if ids else None)
+        return joint.count_tiles(*given).reshape(1, 1, 1)
+
+    return _sharded(ring, local, PartitionSpec(*ring.spec()[:3]), query, key, value, segment_ids)
 
 
 def ring_dilated_attention(
@@ -164,10 +206,26 @@ def _on_one_device(
     config: Config, shape: AttentionShape, query: Array, key: Array, value: Array, ids: Array | None
 ) -> Array:
     """All arrays whole: padding at the end is left out of the work."""
-    query, key, value, ids = (None if x is None else x[:, : shape.length] for x in (query, key, value, ids))
-    out = _attention(config, query, key, value, ids)
+    query, key, value = (x[:, : shape.length] for x in (query, key, value))
+    ids = None if ids is None else ids[:, : shape.length]
+    out = joint.attention(config, _grouped(query, key), key, value, ids).reshape(query.shape)
     padding = shape.stored_length - shape.length
     return jnp.pad(out, [(0, 0), (0, padding), (0, 0), (0, 0)]) if padding else out
+
+
+def _sharded(
+    ring: Ring,
+    local: Callable[..., Array],
+    out_spec: PartitionSpec,
+    query: Array,
+    key: Array,
+    value: Array,
+    ids: Array | None,
+) -> Array:
+    """`local` on each device's share of the arrays."""
+    spec, given = ring.spec(), () if ids is None else (ids,)
+    specs = (spec, spec, spec, *(PartitionSpec(*spec[:2]) for _ in given))
+    return jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=out_spec)(query, key, value, *given)
 
 
 def _on_ring(
@@ -179,27 +237,34 @@ def _on_ring(
     value: Array,
     ids: Array | None,
 ) -> Array:
-    """What each device does inside `shard_map`; padding at the end gets ids of its own."""
-    config = Config(config.pattern, config.is_causal, config.scale, place)
-    if place.axis_size == 1:
-        query, key, value, ids = alike(query, key, value, ids)
-        return _on_one_device(config, shape, query, key, value, ids)
+    """What each device does inside `shard_map`."""
+    return joint.attention(*_prepared(config, place, shape, query, key, value, ids)).reshape(query.shape)
+
+
+def _prepared(
+    config: Config,
+    place: RingPlace,
+    shape: AttentionShape,
+    query: Array,
+    key: Array,
+    value: Array,
+    ids: Array | None,
+) -> tuple[Config, Array, Array, Array, Array | None]:
+    """A device's share as `joint` takes it; padding at the end of the sequence gets ids of its own."""
+    config = dataclasses.replace(config, ring=place)
     if shape.length < shape.stored_length:
-        config = Config(config.pattern, config.is_causal, config.scale, place, shape.length)
+        config = dataclasses.replace(config, seq_len=shape.length)
         given = jnp.zeros(query.shape[:2], jnp.int32) if ids is None else ids
-        ids = jnp.where(
-            (_positions(place, query.shape[1]) < shape.length)[None, :], given, jnp.asarray(-1, given.dtype)
-        )
-    me = lax.axis_index(place.axis_name)
-    query, key, value, ids, _ = alike(query, key, value, ids, me)
-    return _attention(config, query, key, value, ids)
+        inside = _positions(place, query.shape[1]) < shape.length
+        ids = jnp.where(inside[None, :], given, jnp.asarray(-1, given.dtype))
+    (query, key, value, _), ids = alike((query, key, value, lax.axis_index(place.axis_name)), ids)
+    return config, _grouped(query, key), key, value, ids
 
 
-def _attention(config: Config, query: Array, key: Array, value: Array, ids: Array | None) -> Array:
+def _grouped(query: Array, key: Array) -> Array:
+    """Queries (B, T, N, H) as (B, T, K, G, H)."""
     batch, length, heads, dim = query.shape
-    kv_heads = key.shape[2]
-    grouped = query.reshape(batch, length, kv_heads, heads // kv_heads, dim)
-    return joint.attention(config, grouped, key, value, ids).reshape(query.shape)
+    return query.reshape(batch, length, key.shape[2], heads // key.shape[2], dim)
 
 
 def _positions(place: RingPlace, length: int) -> Array:

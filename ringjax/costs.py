@@ -14,24 +14,25 @@ if TYPE_CHECKING:
     from ringjax.plan import Request
 
 Moves = Literal["keys", "queries"]
+Op = Literal["collective-permute", "all-gather", "reduce-scatter"]
 
 
 class Message(NamedTuple):
-    """A collective that every device executes: `count` times, each with an operand of `bytes` bytes."""
+    """A collective that every device executes: `number` times, each with an operand of `bytes` bytes."""
 
-    op: Literal["collective-permute", "all-gather", "reduce-scatter"]
+    op: Op
     dtype: str
     bytes: int
-    count: int
+    number: int
 
     def times(self, number: int) -> Message:
         """The message sent so many times as often."""
-        return self._replace(count=self.count * number)
+        return self._replace(number=self.number * number)
 
     def sent(self, group: int) -> int:
         """Bytes that leave a device."""
         share = {"collective-permute": 1, "all-gather": group - 1, "reduce-scatter": (group - 1) / group}[self.op]
-        return int(self.bytes * share) * self.count
+        return int(self.bytes * share) * self.number
 
 
 class RowBytes(NamedTuple):
@@ -62,7 +63,7 @@ def forward_messages(request: Request, rows: int, group: int, where: str) -> tup
     if where == "gather":
         return _messages(("all-gather", request.dtype, size.keys, 1), ("all-gather", "int32", size.ids, 1))
     hops = group - 1
-    permute: Literal["collective-permute"] = "collective-permute"
+    permute: Op = "collective-permute"
     return _messages((permute, request.dtype, size.keys, hops), (permute, "int32", size.ids, hops))
 
 
@@ -73,7 +74,7 @@ def backward_messages(request: Request, rows: int, group: int, where: str, moves
     if where == "gather":
         back = Message("reduce-scatter", sums, group * size.key_sums, 1)
         return (*forward_messages(request, rows, group, where), back)
-    permute: Literal["collective-permute"] = "collective-permute"
+    permute: Op = "collective-permute"
     hops = group - 1
     if moves == "keys":
         return (*forward_messages(request, rows, group, where), Message(permute, sums, size.key_sums, group))
@@ -121,5 +122,5 @@ def _size(dtype: object) -> int:
     return 2 if name == "bfloat16" else np.dtype(name).itemsize
 
 
-def _messages(*rows: tuple) -> tuple[Message, ...]:
+def _messages(*rows: tuple[Op, str, int, int]) -> tuple[Message, ...]:
     return tuple(Message(*row) for row in rows if row[2] and row[3])

@@ -114,8 +114,8 @@ class Ring:
         for name, axis, size in (("batch_axis", 0, "batch"), ("head_axis", 2, "key/value heads")):
             if key.shape[axis] % self.size(name):
                 raise ValueError(
-                    f"{size} must divide evenly over `{name}` {getattr(self, name)!r} of {self.size(name)} devices, got "
-                    f"{key.shape[axis]}."
+                    f"{size} must divide evenly over the {self.size(name)} devices of `{name}` "
+                    f"{getattr(self, name)!r}, got {key.shape[axis]}."
                 )
         for name, x in (("query", query), ("key", key), ("value", value)):
             self._check_sharding(name, x, query)
@@ -131,9 +131,10 @@ class Ring:
         if isinstance(x, jax.core.Tracer) or isinstance(query, jax.core.Tracer):
             return
         ours, first = getattr(x, "sharding", None), getattr(query, "sharding", None)
-        if isinstance(ours, NamedSharding) and isinstance(first, NamedSharding):
-            if not ours.is_equivalent_to(first, x.ndim):
-                raise ValueError(f"`{name}` must be sharded like `query`, got {ours.spec} and {first.spec}.")
+        if not isinstance(ours, NamedSharding) or not isinstance(first, NamedSharding):
+            return
+        if not ours.is_equivalent_to(first, x.ndim):
+            raise ValueError(f"`{name}` must be sharded like `query`, got {ours.spec} and {first.spec}.")
 
     def _check_axes(self, mesh: Mesh | AbstractMesh) -> None:
         for name in ("axis_name", "batch_axis", "head_axis"):

@@ -1,7 +1,7 @@
 """All branches together on what one device holds: one custom VJP for all of them.
 
-Legend: ``B`` batch, ``c`` rows that the device holds (all ``T`` without a ring), ``K`` key/value heads, ``G`` query heads
-per key/value head, ``H`` head dim.
+Legend: ``B`` batch, ``c`` rows that the device holds (all ``T`` without a ring), ``K`` key/value heads, ``G`` query
+heads per key/value head, ``H`` head dim.
 """
 
 from __future__ import annotations
@@ -137,13 +137,25 @@ def attention(config: Config, query: Array, key: Array, value: Array, ids: Array
     return _forward(config, Shard(query, key, value, ids))[0]
 
 
-def _forward(config: Config, shard: Shard) -> tuple[Array, Array, tuple[Array, ...]]:
-    """Output (B, c, K, G, H), joint lse (B, c, K, G) and, for detached mixing, each branch's own rows.
+def count_tiles(config: Config, query: Array, key: Array, value: Array, ids: Array | None) -> Array:
+    """How many tiles of scores this device computes, counted while it does."""
+    shard = Shard(query, key, value, ids)
+    local = sum(xla.tiles(table, config.options(query)) for table in config.work(shard).tables)
+    tiles: Array | None = jnp.full_like(query, local, shape=(), dtype=jnp.int32)
+    *_, tiles = _forward(config, shard, tiles)
+    assert tiles is not None
+    return tiles
+
+
+def _forward(
+    config: Config, shard: Shard, tiles: Array | None = None
+) -> tuple[Array, Array, tuple[Array, ...], Array | None]:
+    """Output (B, c, K, G, H), joint lse (B, c, K, G), for detached mixing each branch's own rows, and `tiles` counted.
 
     Keys are sent off first, and the branches that need no others are computed while they travel.
     """
     query, work = shard.query, config.work(shard)
-    views = {journey: Shard(*journey.view(*shard)) for journey in work.journeys}
+    views = {journey: journey.view_shard(shard) for journey in work.journeys}
     keys = {journey: journey.keys(views[journey]) for journey in work.journeys if journey.branch.pieces == 1}
     begun = {journey: journey.circle.begin(cargo) for journey, cargo in keys.items()}
     merged = softmax.empty_like(jnp.zeros_like(query, dtype=softmax.accumulator(query.dtype)))
@@ -153,28 +165,31 @@ def _forward(config: Config, shard: Shard) -> tuple[Array, Array, tuple[Array, .
         with jax.named_scope(_name("ring", journey.rows)):
             merged = Partial(*journey.view(*merged))
             if journey in keys:
-                part = journey.forward(journey.queries(views[journey]), keys[journey], begun[journey])
+                part, tiles = journey.forward(journey.queries(views[journey]), keys[journey], begun[journey], tiles)
                 merged, own = journey.merge(merged, part), part.out
             else:
-                merged, own = _forward_pieces(journey, views[journey], merged)
+                (merged, tiles), own = _forward_pieces(journey, views[journey], merged, tiles)
             merged = Partial(*(x.reshape(shape) for x, shape in zip(merged, shapes, strict=True)))
         rows.append(own)
     out = (merged.out / config.divisor).astype(query.dtype)
     kept = rows if config.pattern.mixing == "detached" else []
     named = tuple(checkpoint_name(x.astype(query.dtype), "ringjax_out") for x in kept)
-    return checkpoint_name(out, "ringjax_out"), checkpoint_name(merged.lse, "ringjax_lse"), named
+    return checkpoint_name(out, "ringjax_out"), checkpoint_name(merged.lse, "ringjax_lse"), named, tiles
 
 
-def _forward_pieces(journey: Journey, views: Shard, merged: Partial) -> tuple[Partial, Array]:
+def _forward_pieces(
+    journey: Journey, views: Shard, merged: Partial, tiles: Array | None
+) -> tuple[tuple[Partial, Array | None], Array]:
     """A branch whose heads travel one part after the other; its own rows have the parts in front."""
 
-    def step(merged: Partial, index: Array) -> tuple[Partial, Array]:
+    def step(carry: tuple[Partial, Array | None], index: Array) -> tuple[tuple[Partial, Array | None], Array]:
+        merged, tiles = carry
         piece = journey.piece(index)
         keys = piece.keys(views)
-        part = piece.forward(piece.queries(views), keys, piece.circle.begin(keys))
-        return piece.merge(merged, part), part.out
+        part, tiles = piece.forward(piece.queries(views), keys, piece.circle.begin(keys), tiles)
+        return (piece.merge(merged, part), tiles), part.out
 
-    return lax.scan(step, merged, jnp.arange(journey.branch.pieces, dtype=jnp.int32))
+    return lax.scan(step, (merged, tiles), jnp.arange(journey.branch.pieces, dtype=jnp.int32))
 
 
 def _forward_local(config: Config, work: Work, shard: Shard, merged: Partial) -> tuple[Partial, list[Array]]:
@@ -200,7 +215,7 @@ def _attention_fwd(
     config: Config, query: Array, key: Array, value: Array, ids: Array | None
 ) -> tuple[Array, Residuals]:
     shard = Shard(query, key, value, ids)
-    out, lse, rows = _forward(config, shard)
+    out, lse, rows, _ = _forward(config, shard)
     return out, (shard, out, lse, rows)
 
 
@@ -211,9 +226,9 @@ def _attention_bwd(config: Config, residuals: Residuals, dout: Array) -> tuple[A
     local_rows, ring_rows = rows[: len(rows) - len(work.journeys)], rows[len(rows) - len(work.journeys) :]
     own = dict(zip(work.journeys, ring_rows, strict=True)) if rows else {}
     delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
-    views = {j: (Shard(*j.view(*shard)), *j.view(dout, lse, delta)) for j in work.journeys}
+    views = {j: _Views(j.view_shard(shard), *j.view(dout, lse, delta)) for j in work.journeys}
     whole = [journey for journey in work.journeys if journey.branch.pieces == 1]
-    sent = {journey: _send(journey, *views[journey], own.get(journey)) for journey in whole}
+    sent = {journey: _send(journey, views[journey], own.get(journey)) for journey in whole}
     found = {journey: journey.backward(*sent[journey]) for journey in whole}
     grads = xla.Grads(*(jnp.zeros_like(x, dtype=lse.dtype) for x in shard[:3]))
     shapes = [x.shape for x in grads]
@@ -230,28 +245,33 @@ def _attention_bwd(config: Config, residuals: Residuals, dout: Array) -> tuple[A
     return dq, dk, dv, None
 
 
-def _backward_pieces(
-    journey: Journey, views: tuple[Shard, Array, Array, Array], grads: xla.Grads, own: Array | None
-) -> xla.Grads:
+class _Views(NamedTuple):
+    """What a journey takes rows from in the backward pass."""
+
+    shard: Shard
+    dout: Array
+    lse: Array
+    delta: Array
+
+
+def _backward_pieces(journey: Journey, views: _Views, grads: xla.Grads, own: Array | None) -> xla.Grads:
     def step(grads: xla.Grads, index: Array) -> tuple[xla.Grads, None]:
         piece = journey.piece(index)
         rows = None if own is None else lax.dynamic_index_in_dim(own, index, keepdims=False)
-        return xla.Grads(*piece.add(grads, piece.backward(*_send(piece, *views, rows)))), None
+        return xla.Grads(*piece.add(grads, piece.backward(*_send(piece, views, rows)))), None
 
     return lax.scan(step, grads, jnp.arange(journey.branch.pieces, dtype=jnp.int32))[0]
 
 
-def _send(
-    journey: Journey, views: Shard, dout: Array, lse: Array, delta: Array, own: Array | None
-) -> tuple[hops.Queries, hops.KeyRows, Cargo]:
+def _send(journey: Journey, views: _Views, own: Array | None) -> tuple[hops.Queries, hops.KeyRows, Cargo]:
     """The selected queries with their cotangent, the keys, and what of them was sent off.
 
-    `delta` is that of the joint output, unless the branch's `own` output rows are given.
+    Where the branch's `own` output rows are given, delta is theirs and not that of the joint output.
     """
-    queries, keys = journey.before_backward(views, dout, lse, delta), journey.keys(views)
+    queries, keys = journey.before_backward(*views), journey.keys(views.shard)
     if own is not None:
         assert queries.dout is not None
-        delta = jnp.sum(queries.dout.astype(lse.dtype) * own.astype(lse.dtype), axis=-1)
+        delta = jnp.sum(queries.dout.astype(views.lse.dtype) * own.astype(views.lse.dtype), axis=-1)
         queries = queries._replace(delta=delta)
     return queries, keys, journey.circle.begin(journey.cargo(queries, keys))
 

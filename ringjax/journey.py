@@ -18,7 +18,7 @@ from ringjax.block.hops import KeyRows, Queries, Visits
 from ringjax.block.walk import Walk
 from ringjax.layout import Layout
 from ringjax.plan import BranchPlan
-from ringjax.ring import AxisName, Circle
+from ringjax.ring import AxisName, Circle, Strategy
 from ringjax.select import from_bits
 from ringjax.shard import ShardRows
 from ringjax.softmax import Partial
@@ -55,12 +55,17 @@ class Journey:
     @property
     def circle(self) -> Circle:
         """The rings on which they travel."""
-        strategy = "gather" if self.branch.where == "gather" else "ring"
+        strategy: Strategy = "gather" if self.branch.where == "gather" else "ring"
         return Circle(self.axis_name, self.axis_size, self.branch.group, strategy, is_uniform=not self.rows.is_aligned)
 
-    def view(self, *arrays: Array | None) -> tuple[Array | None, ...]:
-        """Shards (B, c, ...) in the form in which the other methods take them."""
-        return tuple(None if x is None else self.rows.view(x) for x in arrays)
+    def view(self, *arrays: Array) -> tuple[Array, ...]:
+        """Arrays (B, c, ...) in the form in which the other methods take them."""
+        return tuple(self.rows.view(x) for x in arrays)
+
+    def view_shard(self, shard: Shard) -> Shard:
+        """The same for all that a device holds."""
+        query, key, value = self.view(*shard[:3])
+        return Shard(query, key, value, None if shard.ids is None else self.rows.view(shard.ids))
 
     def piece(self, index: Array) -> Journey:
         """The part of the heads that travels after `index` others."""
@@ -78,19 +83,18 @@ class Journey:
         ids = self._ids(shard)
         return Queries(self._taken(shard.query, ids, self.group), ids)
 
-    def forward(self, queries: Queries, keys: KeyRows, begun: KeyRows) -> Partial:
-        """The partial of the selected queries over all that they see in this branch."""
+    def forward(self, queries: Queries, keys: KeyRows, begun: KeyRows, tiles: Array | None) -> hops.Found:
+        """The partial of the selected queries over all that they see in this branch; counts tiles where given some."""
         acc = softmax.accumulator(queries.q.dtype)
 
-        def visit(merged: Partial, keys: KeyRows, device: Array, is_own: bool) -> Partial:
+        def visit(found: hops.Found, keys: KeyRows, device: Array, is_own: bool) -> hops.Found:
             for pairs in self._visits(self._me, device, is_own):
-                merged = hops.forward(
-                    merged, queries, keys, pairs, self._walk(pairs), self.scale, heads=len(self.rows.heads)
-                )
-            return merged
+                walk = self._walk(pairs)
+                found = hops.forward(found, queries, keys, pairs, walk, self.scale, heads=len(self.rows.heads))
+            return found
 
         empty = softmax.empty_like(jnp.zeros_like(queries.q, dtype=acc))
-        return self.circle.visit_all(keys, begun, empty, visit)
+        return self.circle.visit_all(keys, begun, hops.Found(empty, tiles), visit)
 
     def merge(self, merged: Partial, part: Partial) -> Partial:
         """The partial of all rows with that of the selected queries merged in."""

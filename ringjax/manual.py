@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 from jax import Array, lax
 
@@ -11,10 +13,11 @@ def varying_axes(x: Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def alike(*arrays: Array | None) -> tuple[Array | None, ...]:
-    """The arrays, each made to vary over all axes over which any of them does; loops keep types apart that differ."""
-    axes = frozenset().union(*(varying_axes(x) for x in arrays if x is not None))
-    return tuple(None if x is None else _varying(x, axes) for x in arrays)
+def alike(arrays: Sequence[Array], ids: Array | None) -> tuple[tuple[Array, ...], Array | None]:
+    """The arrays and ids, each made to vary over all axes over which one does; loops keep types apart that differ."""
+    given = [*arrays] if ids is None else [*arrays, ids]
+    axes = frozenset[str]().union(*map(varying_axes, given))
+    return tuple(_varying(x, axes) for x in arrays), None if ids is None else _varying(ids, axes)
 
 
 def _varying(x: Array, axes: frozenset[str]) -> Array:

@@ -11,6 +11,7 @@ import functools
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jax.typing import DTypeLike
 
 from ringjax import costs
 from ringjax.block.sizes import cpu_block_sizes
@@ -19,6 +20,7 @@ from ringjax.indices import PartTable, branch_tables, memoized
 from ringjax.layout import layout_named
 from ringjax.pattern import Branch, DilationPattern, whole_number
 from ringjax.shard import ShardRows
+from ringjax.softmax import accumulator
 
 StrategyName = Literal["auto", "ring", "gather"]
 STRATEGIES = ("auto", "ring", "gather")
@@ -211,13 +213,13 @@ def _shard_rows(request: Request, number: int, branch: Branch, chunk: int) -> tu
     """The rows of a branch that leave the device, the devices that share its segments, and what would align it."""
     layout, p, w, r = layout_named(request.layout), request.ring_size, branch.segment_length, branch.rate
     spans = w // chunk  # chunks
-    rules = {
+    segment_rules = {
         f"segments of {w} must consist of whole chunks of {chunk}": w % chunk == 0,
         f"segments of {w} must divide the stored length {request.stored_length}": request.stored_length % w == 0,
-        f"chunks of {chunk} must be a multiple of the rate {r}": chunk % r == 0,
-        f"the {spans} chunks of a segment must divide the {p} devices": spans > p or (spans > 0 and p % spans == 0),
+        f"the {spans} chunks of a segment must divide the {p} devices": spans > p or spans == 0 or p % spans == 0,
     }
-    advice = "; ".join(rule for rule, holds in rules.items() if not holds)
+    rate_rule = {f"chunks of {chunk} must be a multiple of the rate {r}": chunk % r == 0}
+    advice = "; ".join(rule for rule, holds in (segment_rules | rate_rule).items() if not holds)
     counts = [max(0, -(-(w - o) // r)) for o in branch.offsets]
     heads = [i for i, count in enumerate(counts) if count or request.head_shards > 1]
     begins = np.arange(layout.multiple(p) + 1)[:, None] * chunk
@@ -235,9 +237,9 @@ def _shard_rows(request: Request, number: int, branch: Branch, chunk: int) -> tu
         heads=np.array([branch.first_head + i for i in heads], np.int32),
         offsets=np.array([branch.offsets[i] for i in heads], np.int32),
         counts=np.array([counts[i] for i in heads], np.int32),
-        sizes=cpu_block_sizes(rows if not advice else min(rows, max(256, max(counts))), request.group, on_ring=True),
+        sizes=cpu_block_sizes(rows if not advice else min(rows, max(256, *counts)), request.group, on_ring=True),
     )
-    return shard, p if advice else min(spans, p), advice
+    return shard, min(spans, p) if all(segment_rules.values()) else p, advice
 
 
 def _strategy(request: Request, rows: int, group: int) -> Literal["ring", "gather"]:
@@ -258,7 +260,7 @@ def _pieces(request: Request, rows: int, heads: int) -> int:
 def _memory(request: Request, branches: tuple[BranchPlan, ...]) -> tuple[int, int]:
     """Estimated bytes per device of a forward pass, and of forward and backward pass."""
     kv_heads = request.kv_heads // request.head_shards
-    sums = costs.accumulator(np.dtype(request.dtype)).name
+    sums = accumulator(np.dtype(request.dtype)).name
     wide = 0 if sums == request.dtype else 1  # whether sums are arrays of their own
     q, q_sums = (request.dense_bytes(d, kv_heads * request.group) for d in (request.dtype, sums))
     k, k_sums = (request.dense_bytes(d, kv_heads) for d in (request.dtype, sums))
@@ -284,7 +286,7 @@ def plan(
     batch: int = 1,
     layout: str = "contiguous",
     is_causal: bool = False,
-    dtype: Any = "float32",
+    dtype: DTypeLike = "float32",
     strategy: StrategyName = "auto",
     memory_budget: int | None = None,
     has_segment_ids: bool = False,
@@ -339,7 +341,7 @@ def plan(
         ring_size=ring_size,
         layout=layout,
         is_causal=is_causal,
-        dtype=np.dtype(dtype).name if str(dtype) != "bfloat16" else "bfloat16",
+        dtype=np.dtype(dtype).name,
         strategy=strategy,
         memory_budget=memory_budget,
         has_ids=has_segment_ids or (ring_size > 1 and seq_len % multiple != 0),

@@ -1,7 +1,8 @@
 """The rows of one branch on one device of a ring: which they are, and where they stand in the sequence.
 
-A device holds one or two *chunks* of the sequence, each a run of neighbouring positions. Where segments consist of whole
-chunks and the rate divides a chunk, each head selects every r-th row of a chunk, and all chunks look alike: *aligned*.
+A device holds one or two *chunks* of the sequence, each a run of neighbouring positions. Where segments consist of
+whole chunks and the rate divides a chunk, each head selects every r-th row of a chunk, and all chunks look alike:
+*aligned*.
 Elsewhere the rows of a head are counted out: as many as any chunk may have, with those that are not there masked.
 """
 
@@ -68,7 +69,7 @@ class ShardRows:
         return self.heads.nbytes + self.offsets.nbytes + self.counts.nbytes
 
     def view(self, x: Array) -> Array:
-        """A shard (B, c, ...) with three axes, as the other methods want it; a mere reshape, to be done outside loops."""
+        """An array (B, c, ...) with three axes, as the other methods want it: a reshape, to be done outside loops."""
         batch, length = x.shape[:2]
         return x.reshape((batch * self.chunks, self.rows, -1) if self.is_aligned else (batch, length, -1))
 
@@ -139,7 +140,7 @@ class ShardRows:
         return Picked(jnp.where(exists, local, self.chunks * self.chunk_length).ravel(), head, num_heads)
 
     def places(self, starts: Array, *, missing: int) -> Array:
-        """Segment and position of each row of chunks, (chunks, heads, rows, 2); segment `missing` for rows not there."""
+        """Segment (`missing` for rows that are not there) and position of each row: (chunks, heads, rows, 2)."""
         offsets, counts = jnp.asarray(self.offsets)[:, None], jnp.asarray(self.counts)[:, None]
         positions, exists = self._positions(starts[:, None, None], offsets[None], counts[None])
         return jnp.stack([jnp.where(exists, positions // self.segment_length, missing), positions], axis=-1)

@@ -62,22 +62,31 @@ class Visits(NamedTuple):
     is_diagonal: bool = False
 
 
-def forward(
-    merged: Partial, queries: Queries, keys: KeyRows, visits: Visits, walk: Walk, scale: float, heads: int
-) -> Partial:
-    """Merges what the queries find among the keys into `merged`, (N, C, n * G, H) and (N, C, n * G)."""
-    acc = merged.lse.dtype
+class Found(NamedTuple):
+    """The partial of the queries so far, (N, C, n * G, H) and (N, C, n * G), and the tiles computed, if counted."""
 
-    def visit(merged: Partial, at: _At) -> Partial:
+    partial: Partial
+    tiles: Array | None
+
+
+def forward(
+    found: Found, queries: Queries, keys: KeyRows, visits: Visits, walk: Walk, scale: float, heads: int
+) -> Found:
+    """Merges what the queries find among the keys into what they found before."""
+    acc = found.partial.lse.dtype
+
+    def visit(found: Found, at: _At) -> Found:
+        merged = found.partial
         q = _padded(at.query_rows(queries.q).astype(acc), walk, walk.group) * scale
         k, v = (_padded(at.key_rows(x).astype(acc), walk, 1) for x in keys.kv)
         part = over_rows(_seeing(attend, at, walk), *at.ids(queries.ids, keys.ids, walk), q, k, v)
         rows = walk.rows * walk.group
         old = Partial(*(at.query_rows(x) for x in merged))
         new = softmax.merge(old, Partial(*(x[:, :rows] for x in part)))
-        return Partial(*(at.with_query_rows(x, y) for x, y in zip(merged, new, strict=True)))
+        tiles = None if found.tiles is None else found.tiles + at.num * walk.tiles(at.places)
+        return Found(Partial(*(at.with_query_rows(x, y) for x, y in zip(merged, new, strict=True))), tiles)
 
-    return _over_visits(visit, merged, queries.q.shape[0], visits, walk, heads)
+    return _over_visits(visit, found, queries.q.shape[0], visits, walk, heads)
 
 
 def backward(
@@ -93,13 +102,14 @@ def backward(
 ) -> tuple[Array, Array]:
     """Adds the gradients to `dq` (N, C, n * G, H) and `dkv` (2, N, C, n, H); the output was divided by `divisor`."""
     acc = dq.dtype
-    assert queries.dout is not None and queries.lse is not None and queries.delta is not None
+    dout_rows, lse_rows, delta_rows = queries.dout, queries.lse, queries.delta
+    assert dout_rows is not None and lse_rows is not None and delta_rows is not None
 
     def visit(sums: tuple[Array, Array], at: _At) -> tuple[Array, Array]:
         dq, dkv = sums
         q = _padded(at.query_rows(queries.q).astype(acc), walk, walk.group) * scale
-        dout = _padded(at.query_rows(queries.dout).astype(acc), walk, walk.group) / divisor
-        lse, delta = (_padded(at.query_rows(x)[..., None], walk, walk.group)[..., 0] for x in queries[3:])
+        dout = _padded(at.query_rows(dout_rows).astype(acc), walk, walk.group) / divisor
+        lse, delta = (_padded(at.query_rows(x)[..., None], walk, walk.group)[..., 0] for x in (lse_rows, delta_rows))
         k, v = (_padded(at.key_rows(x).astype(acc), walk, 1) for x in keys.kv)
         ids = at.ids(queries.ids, keys.ids, walk)
         dq_rows, dk, dv = over_rows(_seeing(gradients, at, walk), *ids, q, k, v, dout, lse, delta)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -42,13 +42,13 @@ class Sight(NamedTuple):
     """What is known only at run time about who sees whom.
 
     Attributes:
-        count: Rows that are there, of queries and of keys alike; later ones are padding.
+        present: Rows that are there, of queries and of keys alike; later ones are padding.
         query_ids: Segment id of each query row, or None; a query sees keys of its own id, and nothing below 0.
         key_ids: The same of each key row.
         places: For rows whose order does not say who sees whom, or None.
     """
 
-    count: Array | int
+    present: Array | int
     query_ids: Array | None = None
     key_ids: Array | None = None
     places: Places | None = None
@@ -87,11 +87,21 @@ class Walk:
         """Number of query blocks."""
         return self.sizes.padded(self.rows) // self.sizes.query
 
+    def tiles(self, places: Places | None = None) -> Array | int:
+        """How many squares of `sizes.diagonal` rows and keys all steps together compute."""
+        side = self.sizes.query // self.sizes.diagonal
+        if places is not None:
+            blocks = _ceil_div(places.ranges[:, 1], self.sizes.key) - places.ranges[:, 0] // self.sizes.key
+            return blocks.sum().astype(jnp.int32) * (side * self.sizes.key // self.sizes.diagonal)
+        if self.is_causal:
+            return self.blocks * side * (side + 1) // 2 + self.blocks * (self.blocks - 1) // 2 * side**2
+        return (self.blocks * side) ** 2
+
     def over_queries(self, block: Callable[[State, Array | int], State], state: State, sight: Sight) -> State:
         """Runs `block` on each query block that has rows."""
         if self.blocks == 1:
             return block(state, 0)
-        return lax.fori_loop(0, _ceil_div(sight.count, self.sizes.query), lambda i, s: block(s, i), state)
+        return lax.fori_loop(0, _ceil_div(sight.present, self.sizes.query), lambda i, s: block(s, i), state)
 
     def over_keys(self, step: Callable[[State, Keys], State], state: State, index: Array | int, sight: Sight) -> State:
         """Runs `step` on each key block that query block `index` sees."""
@@ -111,9 +121,9 @@ class Walk:
             return state
         if self.blocks == 1 and query == key:
             return step(state, Keys(0, key, is_last=self.is_ragged))
-        whole = sight.count // key if self.is_ragged else self.blocks * (query // key)
+        whole = sight.present // key if self.is_ragged else self.blocks * (query // key)
         state = run(0, whole, state)
-        return run(whole, _ceil_div(sight.count, key), state, is_last=True) if self.is_ragged else state
+        return run(whole, _ceil_div(sight.present, key), state, is_last=True) if self.is_ragged else state
 
     def masked(self, scores: Array, sight: Sight, index: Array | int, keys: Keys) -> Array:
         """The scores (M, S) of a step, -inf where a row does not see a key.
@@ -131,11 +141,11 @@ class Walk:
         elif keys.is_diagonal:
             square = scores[: keys.size * self.group]
             row, column = (lax.broadcasted_iota(jnp.int32, square.shape, axis) for axis in (0, 1))
-            zero = jnp.minimum(sight.count, 0)  # XLA cannot know, so it compares in registers and hoists no mask
+            zero = jnp.minimum(sight.present, 0)  # XLA cannot know, so it compares in registers and hoists no mask
             scores = replaced(scores, jnp.where(column <= row // self.group + zero, square, -jnp.inf), 0)
         elif keys.is_last:
             column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
-            scores = jnp.where(column < sight.count - keys.start, scores, -jnp.inf)
+            scores = jnp.where(column < sight.present - keys.start, scores, -jnp.inf)
         if sight.query_ids is not None and sight.key_ids is not None:
             mine = self._query_rows(sight.query_ids, index, keys)[:, None]
             same = mine == self.key_block(sight.key_ids, keys)[None, :]
@@ -172,5 +182,5 @@ def replaced(x: Array, rows: Array, first: int) -> Array:
     return rows if rows.shape == x.shape else lax.dynamic_update_slice_in_dim(x, rows, first, axis=0)
 
 
-def _ceil_div(a: Array | int, b: int) -> Array | int:
+def _ceil_div(a: Any, b: int) -> Any:  # noqa: ANN401 - an array or an int
     return (a + b - 1) // b

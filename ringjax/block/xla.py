@@ -91,7 +91,7 @@ def forward(
         merged, rows = carry
         q, k, v, ids = _gather(inputs, merged.lse.dtype, at, table, options)
         part = over_rows(functools.partial(_seeing, attend, at.selected, walk), ids, q, k, v)
-        out, lse = (_cropped(x, table, group) for x in _present(part, at, table, Partial(0, -jnp.inf)))
+        out, lse = (_cropped(x, table, group) for x in _present(part, at, table, (0, -jnp.inf)))
         rows = None if rows is None else at.own.write(rows, out)
         if not is_first:
             split = (*lse.shape, -1)
@@ -198,6 +198,11 @@ def _seeing(
 ) -> tuple[Array, ...]:
     """`block` on rows that meet each other."""
     return block(*rows, sight=Sight(count, ids, ids), walk=walk)
+
+
+def tiles(table: PartTable, options: BlockOptions) -> int:
+    """How many tiles a part computes, see `Walk.tiles`."""
+    return options.batch * table.segments * len(table.heads) * int(_walk(table, options).tiles())
 
 
 def _walk(table: PartTable, options: BlockOptions) -> Walk:

@@ -1,0 +1,109 @@
+"""Plans as tables that a person can read."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ringjax.costs import Message
+    from ringjax.plan import BranchPlan, Plan
+
+_WIDTH = 120
+
+
+def plan_table(plan: Plan) -> str:
+    """The plan as text, at most 120 columns wide."""
+    request = plan.request
+    table = Table(title=_title(plan), title_justify="left", title_style="", caption=_caption(plan))
+    table.caption_justify, table.caption_style = "left", ""
+    for name in (
+        "branch",
+        "where",
+        "devices",
+        "hops",
+        "rows/hop",
+        "sent fwd",
+        "sent bwd",
+        "bwd moves",
+        "flops",
+        "balance",
+    ):
+        table.add_column(name, justify="left" if name in ("branch", "where", "bwd moves") else "right")
+    for branch in plan.branches:
+        table.add_row(*_row(branch))
+    if len(plan.branches) > 1:
+        sent = [sum(b.sent(m) for b, m in zip(plan.branches, messages, strict=True)) for messages in _messages(plan)]
+        total = max(plan.flops)
+        table.add_section()
+        table.add_row(
+            "all", "", str(request.ring_size), "", "", *map(_bytes, sent), "", _count(total), f"{plan.balance:.2f}"
+        )
+    out = io.StringIO()
+    Console(file=out, width=_WIDTH, color_system=None).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _messages(plan: Plan) -> tuple[list[tuple[Message, ...]], list[tuple[Message, ...]]]:
+    return [b.forward for b in plan.branches], [b.backward for b in plan.branches]
+
+
+def _title(plan: Plan) -> str:
+    r = plan.request
+    heads = f"{r.kv_heads * r.group} heads" + (f" ({r.kv_heads} key/value)" if r.group > 1 else "")
+    causal = "causal" if r.is_causal else "not causal"
+    padded = "" if r.stored_length == r.seq_len else f" (stored as {r.stored_length:,})"
+    return (
+        f"{r.seq_len:,} tokens{padded}, batch {r.batch}, {heads} of {r.head_dim}, {r.dtype}, {causal}, "
+        f"{r.layout} over {r.ring_size} device{'s' if r.ring_size > 1 else ''}"
+    )
+
+
+def _caption(plan: Plan) -> str:
+    lines = [
+        f"Memory per device, estimated: {_bytes(plan.forward_memory)} forward, "
+        f"{_bytes(plan.gradient_memory)} with gradient. Flops: forward, busiest device.",
+    ]
+    for branch in plan.branches:
+        if branch.advice:
+            name = f"{branch.segment_length}/{branch.rate}"
+            lines.append(f"{name} is computed by position, which is slower; for the fast path {branch.advice}.")
+    if plan.request.is_causal and plan.balance > 1.05 and plan.request.layout == "contiguous":
+        lines.append('The busiest device does more than its share: layout="zigzag" evens out causal work.')
+    return "\n".join(lines)
+
+
+def _row(branch: BranchPlan) -> tuple[str, ...]:
+    moves = "" if branch.where == "local" else branch.moves
+    pieces = f" x {branch.pieces}" if branch.pieces > 1 else ""
+    return (
+        f"{branch.segment_length}/{branch.rate}",
+        branch.where + ("" if branch.is_aligned else " (by position)"),
+        str(branch.group),
+        f"{branch.hops}{pieces}" if branch.where != "local" else "",
+        "" if branch.where == "local" else f"{branch.rows // branch.pieces:,}",
+        _bytes(branch.sent(branch.forward)),
+        _bytes(branch.sent(branch.backward)),
+        moves,
+        _count(max(branch.flops)),
+        f"{branch.balance:.2f}",
+    )
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def _count(number: float) -> str:
+    for unit in ("", "K", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}P"
