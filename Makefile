@@ -6,7 +6,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo test test-slow lint types doctest bench million clean
+.PHONY: demo test test-slow lint types doctest bench bench-ring million clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
@@ -31,6 +31,10 @@ doctest: $(VENV)/ready
 bench: $(VENV)/ready .venv-torch/ready
 	$(BIN)/python benchmarks/compare.py --torch-python .venv-torch/bin/python
 
+# rings of CPU devices, and beside ringattention, which lives in a folder of its own
+bench-ring: $(VENV)/ready .peer/ready
+	$(BIN)/python benchmarks/ring.py --peer .peer
+
 million: $(VENV)/ready
 	$(BIN)/python benchmarks/million.py
 
@@ -45,5 +49,9 @@ $(VENV)/ready: pyproject.toml
 	.venv-torch/bin/python -m pip install --quiet torch==2.13.0 numpy
 	touch $@
 
+.peer/ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet --no-deps --target .peer ringattention==0.1.2 einops
+	touch $@
+
 clean:
-	rm -rf .venv-* build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv-* .peer build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,111 @@
+"""The plan as data: where branches run, what is counted, how it reads."""
+
+import json
+
+import numpy as np
+import pytest
+from cases import Case, count_matrix
+
+import ringjax as rj
+
+PATTERN = rj.DilationPattern((2048, 8192, 65536), (1, 4, 16))
+SHAPE = {"seq_len": 65536, "num_heads": 8, "head_dim": 64}
+
+
+@pytest.mark.parametrize(
+    ("layout", "ring_size", "groups"),
+    [
+        ("contiguous", 2, [1, 1, 2]),
+        ("contiguous", 8, [1, 1, 8]),
+        ("contiguous", 16, [1, 2, 16]),
+        ("zigzag", 8, [1, 2, 8]),
+        ("zigzag", 16, [1, 4, 16]),
+        ("zigzag", 32, [2, 8, 32]),
+    ],
+)
+def test_segments_share_as_few_devices_as_they_span(layout, ring_size, groups):
+    plan = rj.plan(PATTERN, **SHAPE, ring_size=ring_size, layout=layout, strategy="ring")
+    assert [b.group for b in plan.branches] == groups
+    assert [b.where for b in plan.branches] == ["local" if g == 1 else "ring" for g in groups]
+    assert [b.hops for b in plan.branches] == [g - 1 for g in groups]
+    assert all(b.is_aligned and not b.advice for b in plan.branches)
+
+
+def test_bytes_by_hand():
+    plan = rj.plan(PATTERN, **SHAPE, ring_size=8, dtype="bfloat16")
+    branch = plan.branches[2]
+    keys = 2 * (65536 // 8 // 16) * 8 * 64 * 2  # k and v, rows, heads, dim, bfloat16
+    assert branch.sent(branch.forward) == 7 * keys
+    queries = 7 * keys + 8 * keys + 7 * (2 * 512 * 8 * 4)  # q and dout; dq in float32; lse and delta
+    assert (branch.moves, branch.sent(branch.backward)) == ("queries", queries)
+    grouped = rj.plan(PATTERN, **SHAPE, num_kv_heads=2, ring_size=8, dtype="bfloat16", strategy="ring").branches[2]
+    assert (grouped.moves, grouped.sent(grouped.forward)) == ("keys", 7 * keys // 4)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize(("lengths", "rates"), [((16, 48), (1, 4)), ((7, 29, 48), (2, 3, 5))])
+def test_flops_are_those_of_the_definition(layout, is_causal, lengths, rates):
+    case = Case(length=48, batch=1, kv_heads=3, segment_lengths=lengths, dilation_rates=rates, is_causal=is_causal)
+    plan = rj.plan(case.pattern, seq_len=48, num_heads=3, head_dim=8, ring_size=4, layout=layout, is_causal=is_causal)
+    seen = count_matrix(case)[0].sum(axis=(0, 2))  # keys that each query position sees
+    owner = np.asarray(rj.positions(layout, 48, 4)).reshape(4, 12)
+    assert list(plan.flops) == [4 * 8 * seen[positions].sum() for positions in owner]
+
+
+def test_zigzag_balances_causal_work():
+    uneven, even = (rj.plan(PATTERN, **SHAPE, ring_size=8, is_causal=True, layout=x) for x in ("contiguous", "zigzag"))
+    assert uneven.branches[2].balance > 1.8
+    assert even.balance == pytest.approx(1, abs=1e-3)
+
+
+def test_short_messages_are_gathered_where_memory_allows():
+    shape = {"seq_len": 4096, "num_heads": 4, "head_dim": 32, "ring_size": 8}
+    pattern = rj.DilationPattern((4096,), (4,))
+    assert rj.plan(pattern, **shape).branches[0].where == "gather"
+    assert rj.plan(pattern, **shape, strategy="ring").branches[0].where == "ring"
+    tight = rj.plan(pattern, **shape, strategy="ring").gradient_memory
+    assert rj.plan(pattern, **shape, memory_budget=tight).branches[0].where == "ring"
+
+
+def test_advice_names_the_rule():
+    plan = rj.plan(rj.DilationPattern((2048, 12288), (1, 6)), seq_len=12288, num_heads=8, head_dim=64, ring_size=8)
+    assert [b.is_aligned for b in plan.branches] == [False, True]
+    assert "segments of 2048 must consist of whole chunks of 1536" in plan.branches[0].advice
+    rate = rj.plan(rj.DilationPattern((8192,), (6,)), seq_len=8192, num_heads=8, head_dim=64, ring_size=4).branches[0]
+    assert (rate.group, rate.advice) == (4, "chunks of 2048 must be a multiple of the rate 6")
+
+
+def test_plan_is_memoized_hashable_and_plain():
+    rj.pattern_cache_clear()
+    first, second = (rj.plan(PATTERN, **SHAPE, ring_size=8) for _ in range(2))
+    assert first is second
+    assert rj.pattern_cache_info()[:2] == (1, 1)
+    assert hash(first) == hash(second)
+    data = json.loads(json.dumps(first.to_dict()))
+    assert [b["where"] for b in data["branches"]] == ["local", "local", "ring"]
+    assert data["branches"][2]["forward_bytes"] == first.branches[2].sent(first.branches[2].forward)
+
+
+def test_table_shows_what_matters():
+    text = str(rj.plan(PATTERN, **{**SHAPE, "seq_len": 65000}, ring_size=8, is_causal=True))
+    assert all(len(line) <= 120 for line in text.splitlines())
+    for word in ("65,000 tokens", "2048/1", "ring (by position)", "balance", "zigzag", "must consist of whole chunks"):
+        assert word in text, word
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"ring_size": 0}, "`ring_size` must be at least 1, got 0."),
+        ({"layout": "spiral"}, "`layout` must be one of ('contiguous', 'zigzag'), got 'spiral'."),
+        ({"strategy": "guess"}, "`strategy` must be one of ('auto', 'ring', 'gather'), got 'guess'."),
+        ({"num_kv_heads": 3}, "`num_heads` must be a multiple of `num_kv_heads`, got 8 and 3."),
+        ({"head_shards": 3}, "key/value heads must divide evenly over `head_axis`, got 8 heads over 3 devices."),
+        ({"memory_budget": 1000}, "`memory_budget` must be at least"),
+    ],
+)
+def test_errors(keywords, text):
+    with pytest.raises(ValueError, match="must") as caught:
+        rj.plan(PATTERN, **{**SHAPE, "ring_size": 4, **keywords})
+    assert text in str(caught.value)
