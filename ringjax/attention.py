@@ -121,7 +121,7 @@ def count_tiles(
 
     Example:
         >>> import jax, ringjax as rj
-        >>> ring = rj.Ring(jax.make_mesh((1,), ("ring",)))
+        >>> ring = rj.Ring(jax.sharding.Mesh(jax.devices()[:1], ("ring",)))
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 4, 8))
         >>> rj.count_tiles(q, k, v, rj.DilationPattern((16,), (1,)), ring=ring)
         Array([[[16]]], dtype=int32)
@@ -179,7 +179,7 @@ def ring_dilated_attention(
 
     Example:
         >>> import jax, ringjax as rj
-        >>> mesh = jax.make_mesh((1,), ("ring",))
+        >>> mesh = jax.sharding.Mesh(jax.devices()[:1], ("ring",))
         >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 64, 4, 8))
         >>> pattern = rj.DilationPattern((16, 64), (1, 4))
         >>> spec = jax.P(None, "ring")

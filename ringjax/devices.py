@@ -123,10 +123,12 @@ class Ring:
     def _check_sharding(self, name: str, x: Array, query: Array) -> None:
         mesh = self.resolve()
         given = jax.typeof(x).sharding
-        is_explicit = any(mesh.shape[a] > 1 and _type_of(mesh, a) == AxisType.Explicit for a in mesh.axis_names)
-        if is_explicit and not given.mesh.empty and not _same_spec(given.spec, self.spec(), x.ndim):
+        is_explicit = mesh.size > 1 and AxisType.Explicit in mesh.axis_types
+        if is_explicit and (given.mesh.empty or not _same_spec(given.spec, self.spec(), x.ndim)):
+            found = "no sharding" if given.mesh.empty else given.spec
             raise ValueError(
-                f"`{name}` must be sharded as {self.spec()} over an explicit mesh, got {given.spec}: use `jax.reshard`."
+                f"`{name}` must be sharded as {self.spec()} over an explicit mesh, got {found}: use `jax.device_put` or "
+                "`jax.reshard`."
             )
         if isinstance(x, jax.core.Tracer) or isinstance(query, jax.core.Tracer):
             return
@@ -146,10 +148,6 @@ class Ring:
 def axes(name: AxisName | None) -> tuple[str, ...]:
     """The axes of a name."""
     return () if name is None else (name,) if isinstance(name, str) else tuple(name)
-
-
-def _type_of(mesh: Mesh | AbstractMesh, axis: str) -> AxisType:
-    return mesh.axis_types[mesh.axis_names.index(axis)]
 
 
 def _same_spec(given: PartitionSpec, wanted: PartitionSpec, ndim: int) -> bool:

@@ -75,9 +75,17 @@ class BranchPlan:
         moves: What goes round in the backward pass.
         forward: Messages of the forward pass.
         backward: Messages of the backward pass.
-        flops: Forward flops of each device.
+        request: What the plan was made for.
+        selection: The branch with its heads.
         tables: How a local branch is computed.
         shard: How another branch is computed.
+
+    Example:
+        >>> import ringjax as rj
+        >>> pattern = rj.DilationPattern((64,), (4,))
+        >>> branch = rj.plan(pattern, seq_len=64, num_heads=4, head_dim=8, ring_size=2, is_causal=True).branches[0]
+        >>> branch.group, branch.rows, branch.hops, branch.balance
+        (2, 32, 1, 1.4705882352941178)
     """
 
     segment_length: int
@@ -91,9 +99,18 @@ class BranchPlan:
     moves: Moves
     forward: tuple[Message, ...]
     backward: tuple[Message, ...]
-    flops: tuple[float, ...]
+    request: Request = dataclasses.field(repr=False)
+    selection: Branch = dataclasses.field(repr=False)
     tables: tuple[PartTable, ...] = dataclasses.field(repr=False, compare=False)
     shard: ShardRows | None = dataclasses.field(repr=False, compare=False)
+
+    @functools.cached_property
+    def flops(self) -> tuple[float, ...]:
+        """Forward flops of each device."""
+        r = self.request
+        layout = layout_named(r.layout)
+        pairs = costs.pairs_per_device(self.selection, layout, r.ring_size, r.stored_length, r.is_causal)
+        return tuple((4.0 * r.batch * r.head_dim * r.group / r.head_shards * pairs).tolist())
 
     @property
     def hops(self) -> int:
@@ -119,6 +136,12 @@ class Plan:
         branches: One plan per branch.
         forward_memory: Estimated bytes per device of a forward pass: arguments, outputs and temporaries.
         gradient_memory: Estimated bytes per device of forward and backward pass.
+
+    Example:
+        >>> import ringjax as rj
+        >>> pattern = rj.DilationPattern((64,), (4,))
+        >>> rj.plan(pattern, seq_len=64, num_heads=4, head_dim=8, ring_size=2).to_dict()["balance"]
+        1.0
     """
 
     request: Request
@@ -144,7 +167,7 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as plain data, fit for JSON."""
-        skipped = {"tables", "shard"}
+        skipped = {"request", "selection", "tables", "shard"}
         branches = []
         for branch in self.branches:
             fields = {f.name: getattr(branch, f.name) for f in dataclasses.fields(branch) if f.name not in skipped}
@@ -188,9 +211,7 @@ def _branches(request: Request) -> list[Branch]:
 def _branch_plan(request: Request, number: int, branch: Branch) -> BranchPlan:
     layout, ring_size = layout_named(request.layout), request.ring_size
     chunk = request.stored_length // layout.multiple(ring_size)
-    pairs = request.batch * costs.pairs_per_device(branch, layout, ring_size, request.stored_length, request.is_causal)
-    flops = tuple((4.0 * request.head_dim * request.group / request.head_shards * pairs).tolist())
-    make = functools.partial(BranchPlan, branch.segment_length, branch.rate, flops=flops)
+    make = functools.partial(BranchPlan, branch.segment_length, branch.rate, request=request, selection=branch)
     if ring_size == 1 or chunk % branch.segment_length == 0:
         every = request.head_shards > 1
         length, on_ring = request.shard_length, ring_size > 1

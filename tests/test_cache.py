@@ -5,9 +5,16 @@ import numpy as np
 from cases import Case, error
 
 import ringjax as rj
-from ringjax.indices import _TableCache, part_tables
+from ringjax.indices import _TableCache
 
 CASE = Case(length=32)
+
+
+def tables(length, kv_heads, group=1):
+    made = rj.plan(
+        CASE.pattern, seq_len=length, num_heads=kv_heads * group, num_kv_heads=kv_heads, head_dim=8, ring_size=1
+    )
+    return [table for branch in made.branches for table in branch.tables]
 
 
 def test_layers_over_one_pattern_make_one_miss():
@@ -29,7 +36,7 @@ def test_layers_over_one_pattern_make_one_miss():
 
 
 def test_entries_are_read_only_numpy_and_do_not_grow_with_the_length():
-    small, large = (part_tables(CASE.pattern, length, 4, 1) for length in (64, 1 << 30))
+    small, large = (tables(length, 4) for length in (64, 1 << 30))
     for table in (*small, *large):
         assert isinstance(table.offsets, np.ndarray)
         assert not table.offsets.flags.writeable
@@ -39,7 +46,7 @@ def test_entries_are_read_only_numpy_and_do_not_grow_with_the_length():
 
 def test_other_shapes_are_other_entries():
     for length, heads, group in ((64, 4, 1), (65, 4, 1), (64, 2, 1), (64, 4, 2), (64, 4, 1)):
-        part_tables(CASE.pattern, length, heads, group)
+        tables(length, heads, group)
     info = rj.pattern_cache_info()
     assert (info.misses, info.hits, info.entries) == (4, 1, 4)
     rj.pattern_cache_clear()
@@ -48,22 +55,22 @@ def test_other_shapes_are_other_entries():
 
 def test_is_bounded_and_drops_the_least_recently_used():
     cache = _TableCache(capacity=2)
-    a, b, c = ((CASE.pattern, length, 1, 1) for length in (8, 9, 10))
-    cache.get(a), cache.get(b), cache.get(a), cache.get(c)
-    assert cache.info()[:3] == (1, 3, 2)
-    cache.get(a)
+    for key in "abac":
+        cache.get(key, lambda key: np.zeros(2, np.int32))
+    assert cache.info() == (1, 3, 2, 16)
+    cache.get("a", np.zeros)
     assert cache.info().hits == 2
-    cache.get(b)
+    cache.get("b", lambda key: np.zeros(2, np.int32))
     assert cache.info().misses == 4
 
 
 def test_threads_share_entries():
-    tables, start = [], threading.Barrier(8)
+    made, start = [], threading.Barrier(8)
 
     def work():
         start.wait()
         for length in range(1, 50):
-            tables.append((length, part_tables(CASE.pattern, length, 2, 1)))
+            made.append((length, tables(length, 2)[0]))
 
     threads = [threading.Thread(target=work) for _ in range(8)]
     for t in threads:
@@ -72,5 +79,5 @@ def test_threads_share_entries():
         t.join()
     info = rj.pattern_cache_info()
     assert (info.misses, info.hits) == (49, 7 * 49)
-    for length, table in tables:
-        assert table is part_tables(CASE.pattern, length, 2, 1)
+    for length, table in made:
+        assert table is tables(length, 2)[0]
