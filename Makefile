@@ -6,10 +6,13 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo test test-slow lint types doctest bench bench-ring million clean
+.PHONY: demo ring test test-slow lint types doctest bench bench-ring million clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
+
+ring: $(VENV)/ready
+	$(BIN)/python examples/ring.py
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -24,7 +27,10 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	$(BIN)/mypy
 
-doctest: $(VENV)/ready
+docring: $(VENV)/ready
+	$(BIN)/python examples/ring.py
+
+test: $(VENV)/ready
 	$(BIN)/python -m pytest -q --doctest-modules ringjax
 
 # beside PyTorch, which lives in an environment of its own

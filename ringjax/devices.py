@@ -127,8 +127,8 @@ class Ring:
         if is_explicit and (given.mesh.empty or not _same_spec(given.spec, self.spec(), x.ndim)):
             found = "no sharding" if given.mesh.empty else given.spec
             raise ValueError(
-                f"`{name}` must be sharded as {self.spec()} over an explicit mesh, got {found}: use `jax.device_put` or "
-                "`jax.reshard`."
+                f"`{name}` must be sharded as {self.spec()} over an explicit mesh, got {found}: use "
+                "`jax.device_put` or `jax.reshard`."
             )
         if isinstance(x, jax.core.Tracer) or isinstance(query, jax.core.Tracer):
             return

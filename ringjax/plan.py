@@ -26,7 +26,7 @@ StrategyName = Literal["auto", "ring", "gather"]
 STRATEGIES = ("auto", "ring", "gather")
 _LATENCY_BYTES = 256 * 1024  # a hop of fewer bytes takes about as long as an empty one
 _LONG_MESSAGE = 2**19  # bytes; cutting longer messages costs no time
-_SCRATCH = 12 * 2**20  # scores and weights of a block
+_SCRATCH, _RING_SCRATCH = 12 * 2**20, 3 * 2**20  # scores and weights of a block
 
 
 class Request(NamedTuple):
@@ -293,7 +293,8 @@ def _memory(request: Request, branches: tuple[BranchPlan, ...]) -> tuple[int, in
         forward += copies * size.keys + size.queries + size.query_sums + size.ids
         rest = (size.keys, size.key_sums) if branch.moves == "keys" else (2 * size.queries, size.query_sums)
         gradient += copies * sum(rest) + size.keys + 2 * size.queries
-    return forward + _SCRATCH, gradient + 2 * _SCRATCH
+    scratch = _SCRATCH if request.ring_size == 1 else _RING_SCRATCH
+    return forward + scratch, gradient + 2 * scratch
 
 
 def plan(
