@@ -274,6 +274,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
+    # a device that waits for others on busy cores is not stuck
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=600")
     jax.config.update("jax_num_cpu_devices", options.worker or max(*options.rings, 4))
     if options.worker:
         work(options.worker)

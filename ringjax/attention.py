@@ -17,11 +17,12 @@ from jax.sharding import PartitionSpec
 from ringjax import joint
 from ringjax.checks import AttentionShape, check_inputs
 from ringjax.devices import Ring, axes
+from ringjax.geometry import StrategyName
 from ringjax.joint import Config, RingPlace
 from ringjax.layout import layout_named
 from ringjax.manual import alike
 from ringjax.pattern import DilationPattern
-from ringjax.plan import STRATEGIES, StrategyName
+from ringjax.plan import STRATEGIES
 from ringjax.ring import AxisName
 
 Implementation = Literal["xla", "pallas"]

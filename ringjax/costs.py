@@ -10,8 +10,8 @@ from ringjax.layout import Layout
 from ringjax.softmax import accumulator
 
 if TYPE_CHECKING:
+    from ringjax.geometry import Request
     from ringjax.pattern import Branch
-    from ringjax.plan import Request
 
 Moves = Literal["keys", "queries"]
 Op = Literal["collective-permute", "all-gather", "reduce-scatter"]

@@ -9,10 +9,11 @@ import jax
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ringjax.geometry import StrategyName
 from ringjax.joint import RingPlace
 from ringjax.layout import layout_named
 from ringjax.pattern import whole_number
-from ringjax.plan import STRATEGIES, StrategyName
+from ringjax.plan import STRATEGIES
 from ringjax.ring import AxisName
 
 

@@ -17,11 +17,12 @@ from jax.ad_checkpoint import checkpoint_name
 
 from ringjax import softmax
 from ringjax.block import hops, xla
+from ringjax.geometry import Request, StrategyName
 from ringjax.indices import PartTable
 from ringjax.journey import Cargo, Journey, Shard
 from ringjax.layout import layout_named
 from ringjax.pattern import DilationPattern
-from ringjax.plan import BranchPlan, Plan, Request, StrategyName, checked_plan
+from ringjax.plan import BranchPlan, Plan, checked_plan
 from ringjax.ring import AxisName
 from ringjax.select import segmented, to_bits
 from ringjax.shard import ShardRows

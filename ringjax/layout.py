@@ -68,7 +68,9 @@ def layout_named(name: str) -> Layout:
     raise ValueError(f"`layout` must be one of {tuple(layout.name for layout in layouts)}, got {name!r}.")
 
 
-def to_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, fill: float = 0) -> Array:
+def to_layout(
+    x: ArrayLike, layout: str, ring_size: int, axis: int = 1, fill: float = 0, length: int | None = None
+) -> Array:
     """Pads a sequence at its end and puts its chunks in the order in which a ring stores them.
 
     Args:
@@ -77,6 +79,7 @@ def to_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, fill: fl
         ring_size: Number of devices in the ring.
         axis: Axis of the sequence.
         fill: Value of the padding; -1 for segment ids.
+        length: Length to pad to, the least that the layout needs by default; `plan` tells which lengths are fast.
 
     Returns:
         The stored array: device ``i`` of the ring holds the ``i``-th of `ring_size` equal parts of `axis`.
@@ -91,7 +94,12 @@ def to_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, fill: fl
     """
     rule, ring_size = layout_named(layout), whole_number("ring_size", ring_size)
     x, axis = _array_and_axis(x, axis)
-    missing = -x.shape[axis] % rule.multiple(ring_size)
+    given = x.shape[axis]
+    stored = given + -given % rule.multiple(ring_size) if length is None else whole_number("length", length)
+    _check_stored_length("`length`", stored, rule, ring_size)
+    missing = stored - given
+    if missing < 0:
+        raise ValueError(f"`length` must be at least that of the sequence, {given}, got {stored}.")
     if missing:
         x = lax.pad(x, jnp.asarray(fill, x.dtype), [(0, missing if a == axis else 0, 0) for a in range(x.ndim)])
     return _take_chunks(x, rule.order(ring_size), axis)

@@ -8,54 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from jax.typing import DTypeLike
 
-from ringjax import costs
-from ringjax.block.sizes import cpu_block_sizes
+from ringjax import costs, geometry
 from ringjax.costs import Message, Moves
+from ringjax.geometry import Request, StrategyName
 from ringjax.indices import PartTable, branch_tables, memoized
 from ringjax.layout import layout_named
 from ringjax.pattern import Branch, DilationPattern, whole_number
 from ringjax.shard import ShardRows
 from ringjax.softmax import accumulator
 
-StrategyName = Literal["auto", "ring", "gather"]
 STRATEGIES = ("auto", "ring", "gather")
 _LATENCY_BYTES = 256 * 1024  # a hop of fewer bytes takes about as long as an empty one
 _LONG_MESSAGE = 2**19  # bytes; cutting longer messages costs no time
 _SCRATCH, _RING_SCRATCH = 12 * 2**20, 3 * 2**20  # scores and weights of a block
-
-
-class Request(NamedTuple):
-    """What a plan is made for; `group` is the number of query heads per key/value head."""
-
-    pattern: DilationPattern
-    seq_len: int
-    stored_length: int
-    batch: int
-    kv_heads: int
-    group: int
-    head_dim: int
-    ring_size: int
-    layout: str
-    is_causal: bool
-    dtype: str
-    strategy: StrategyName
-    memory_budget: int | None
-    has_ids: bool
-    head_shards: int
-
-    @property
-    def shard_length(self) -> int:
-        """Positions per device."""
-        return self.stored_length // self.ring_size
-
-    def dense_bytes(self, dtype: object, heads: int) -> int:
-        """Bytes of a whole array of so many heads on one device."""
-        return costs.row_bytes(self._replace(dtype=str(dtype), group=1), self.batch * self.shard_length * heads).queries
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,6 +130,11 @@ class Plan:
         return float(max(self.flops) / np.mean(self.flops)) if any(self.flops) else 1.0
 
     @property
+    def aligned_length(self) -> int | None:
+        """The least stored length at which every branch takes the fast path; None if it is over twice as long."""
+        return geometry.aligned_length(self.request)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the tables."""
         shards = [b.shard for b in self.branches if b.shard is not None]
@@ -196,29 +171,22 @@ def make_plan(request: Request) -> Plan:
 
 
 def _make_plan(request: Request) -> Plan:
-    branches = tuple(_branch_plan(request, *numbered) for numbered in enumerate(_branches(request)))
+    branches = tuple(_branch_plan(request, *numbered) for numbered in enumerate(geometry.branches_of(request)))
     forward, gradient = _memory(request, branches)
     return Plan(request, branches, forward, gradient)
 
 
-def _branches(request: Request) -> list[Branch]:
-    """The branches, with a segment that holds the whole sequence extended over its padding."""
-    longest = lambda b: b.segment_length == request.seq_len  # noqa: E731
-    branches = request.pattern.branches(request.kv_heads, request.seq_len)
-    return [b._replace(segment_length=request.stored_length) if longest(b) else b for b in branches]
-
-
 def _branch_plan(request: Request, number: int, branch: Branch) -> BranchPlan:
-    layout, ring_size = layout_named(request.layout), request.ring_size
-    chunk = request.stored_length // layout.multiple(ring_size)
     make = functools.partial(BranchPlan, branch.segment_length, branch.rate, request=request, selection=branch)
-    if ring_size == 1 or chunk % branch.segment_length == 0:
+    if geometry.is_local(request, branch):
         every = request.head_shards > 1
-        length, on_ring = request.shard_length, ring_size > 1
+        length, on_ring = request.shard_length, request.ring_size > 1
         tables = branch_tables(branch, number, length, request.group, with_empty_heads=every, on_ring=on_ring)
         rows = sum(int(t.counts.sum()) * t.segments for t in tables) // request.head_shards
         return make("local", 1, True, "", rows, 1, "keys", (), (), tables=tables, shard=None)
-    shard, group, advice = _shard_rows(request, number, branch, chunk)
+    shard, group = geometry.shard_rows(request, number, branch)
+    unmet = geometry.unmet_segment_rules(request, branch) + geometry.unmet_rate_rule(request, branch)
+    advice = "; ".join(unmet)
     rows = len(shard.heads) // request.head_shards * shard.chunks * shard.rows
     where = _strategy(request, request.batch * rows, group)
     pieces = _pieces(request, request.batch * rows, len(shard.heads) // request.head_shards)
@@ -228,39 +196,6 @@ def _branch_plan(request: Request, number: int, branch: Branch) -> BranchPlan:
     backward = costs.backward_messages(request, piece_rows, group, where, moves)
     forward, backward = (tuple(m.times(pieces) for m in messages) for messages in (forward, backward))
     return make(where, group, shard.is_aligned, advice, rows, pieces, moves, forward, backward, tables=(), shard=shard)
-
-
-def _shard_rows(request: Request, number: int, branch: Branch, chunk: int) -> tuple[ShardRows, int, str]:
-    """The rows of a branch that leave the device, the devices that share its segments, and what would align it."""
-    layout, p, w, r = layout_named(request.layout), request.ring_size, branch.segment_length, branch.rate
-    spans = w // chunk  # chunks
-    segment_rules = {
-        f"segments of {w} must consist of whole chunks of {chunk}": w % chunk == 0,
-        f"segments of {w} must divide the stored length {request.stored_length}": request.stored_length % w == 0,
-        f"the {spans} chunks of a segment must divide the {p} devices": spans > p or spans == 0 or p % spans == 0,
-    }
-    rate_rule = {f"chunks of {chunk} must be a multiple of the rate {r}": chunk % r == 0}
-    advice = "; ".join(rule for rule, holds in (segment_rules | rate_rule).items() if not holds)
-    counts = [max(0, -(-(w - o) // r)) for o in branch.offsets]
-    heads = [i for i, count in enumerate(counts) if count or request.head_shards > 1]
-    begins = np.arange(layout.multiple(p) + 1)[:, None] * chunk
-    offset, count = np.array(branch.offsets)[None, :], np.array(counts)[None, :]
-    ranks = begins // w * count + np.clip(-(-(begins % w - offset) // r), 0, count)
-    rows = int(np.diff(ranks, axis=0).max(initial=0))
-    shard = ShardRows(
-        branch=number,
-        segment_length=w,
-        rate=r,
-        chunks=layout.chunks,
-        chunk_length=chunk,
-        rows=rows,
-        is_aligned=not advice,
-        heads=np.array([branch.first_head + i for i in heads], np.int32),
-        offsets=np.array([branch.offsets[i] for i in heads], np.int32),
-        counts=np.array([counts[i] for i in heads], np.int32),
-        sizes=cpu_block_sizes(rows if not advice else min(rows, max(256, *counts)), request.group, on_ring=True),
-    )
-    return shard, min(spans, p) if all(segment_rules.values()) else p, advice
 
 
 def _strategy(request: Request, rows: int, group: int) -> Literal["ring", "gather"]:
@@ -283,8 +218,8 @@ def _memory(request: Request, branches: tuple[BranchPlan, ...]) -> tuple[int, in
     kv_heads = request.kv_heads // request.head_shards
     sums = accumulator(np.dtype(request.dtype)).name
     wide = 0 if sums == request.dtype else 1  # whether sums are arrays of their own
-    q, q_sums = (request.dense_bytes(d, kv_heads * request.group) for d in (request.dtype, sums))
-    k, k_sums = (request.dense_bytes(d, kv_heads) for d in (request.dtype, sums))
+    q, q_sums = (_dense_bytes(request, d, kv_heads * request.group) for d in (request.dtype, sums))
+    k, k_sums = (_dense_bytes(request, d, kv_heads) for d in (request.dtype, sums))
     lse = q_sums // request.head_dim
     forward, gradient = 2 * q + 2 * k + lse + wide * q_sums, 4 * q + 4 * k + 2 * lse + wide * (q_sums + 2 * k_sums)
     travelling = [(b, costs.row_bytes(request, request.batch * b.rows // b.pieces)) for b in branches if b.shard]
@@ -297,6 +232,12 @@ def _memory(request: Request, branches: tuple[BranchPlan, ...]) -> tuple[int, in
     return forward + scratch, gradient + 2 * scratch
 
 
+def _dense_bytes(request: Request, dtype: str, heads: int) -> int:
+    """Bytes of a whole array of so many heads on one device."""
+    rows = request.batch * request.shard_length * heads
+    return costs.row_bytes(request._replace(dtype=dtype, group=1), rows).queries
+
+
 def plan(
     pattern: DilationPattern,
     *,
@@ -304,6 +245,7 @@ def plan(
     num_heads: int,
     head_dim: int,
     ring_size: int,
+    stored_length: int | None = None,
     num_kv_heads: int | None = None,
     batch: int = 1,
     layout: str = "contiguous",
@@ -322,6 +264,7 @@ def plan(
         num_heads: Query heads.
         head_dim: Dimensions per head.
         ring_size: Devices that share the sequence.
+        stored_length: Length with padding, the least that the layout needs by default.
         num_kv_heads: Key/value heads, as many as query heads by default.
         batch: Sequences per device.
         layout: ``"contiguous"`` or ``"zigzag"``.
@@ -351,11 +294,14 @@ def plan(
     kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
     if num_heads % kv_heads:
         raise ValueError(f"`num_heads` must be a multiple of `num_kv_heads`, got {num_heads} and {kv_heads}.")
-    multiple = layout_named(layout).multiple(ring_size)
+    multiple = layout_named(layout).multiple(ring_size) if ring_size > 1 else 1
+    stored = -(-seq_len // multiple) * multiple if stored_length is None else stored_length
+    if whole_number("stored_length", stored) < seq_len or stored % multiple:
+        raise ValueError(f"`stored_length` must be a multiple of {multiple} and at least {seq_len}, got {stored}.")
     request = Request(
         pattern=pattern,
         seq_len=seq_len,
-        stored_length=-(-seq_len // multiple) * multiple if ring_size > 1 else seq_len,
+        stored_length=stored,
         batch=batch,
         kv_heads=kv_heads,
         group=num_heads // kv_heads,
@@ -366,7 +312,7 @@ def plan(
         dtype=np.dtype(dtype).name,
         strategy=strategy,
         memory_budget=memory_budget,
-        has_ids=has_segment_ids or (ring_size > 1 and seq_len % multiple != 0),
+        has_ids=has_segment_ids or stored > seq_len,
         head_shards=head_shards,
     )
     return checked_plan(request)

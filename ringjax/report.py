@@ -71,6 +71,11 @@ def _caption(plan: Plan) -> str:
         if branch.advice:
             name = f"{branch.segment_length}/{branch.rate}"
             lines.append(f"{name} is computed by position, which is slower; for the fast path {branch.advice}.")
+    if any(branch.advice for branch in plan.branches) and plan.aligned_length:
+        length = plan.aligned_length
+        lines.append(
+            f"All branches take the fast path in {length:,} stored positions: to_layout(..., length={length})."
+        )
     if plan.request.is_causal and plan.balance > 1.05 and plan.request.layout == "contiguous":
         lines.append('The busiest device does more than its share: layout="zigzag" evens out causal work.')
     return "\n".join(lines)

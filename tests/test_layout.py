@@ -166,3 +166,13 @@ X = np.zeros((2, 12, 3))
 def test_errors(call, text):
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         call()
+
+
+def test_pads_to_a_given_length():
+    stored = to_layout(np.arange(5), "zigzag", 2, axis=0, fill=-1, length=12)
+    assert stored.tolist() == [0, 1, 2, -1, -1, -1, 3, 4, -1, -1, -1, -1]
+    assert from_layout(stored, "zigzag", 2, axis=0, length=5).tolist() == list(range(5))
+    with pytest.raises(ValueError, match="`length` must be at least that of the sequence, 5, got 4"):
+        to_layout(np.arange(5), "zigzag", 2, axis=0, length=4)
+    with pytest.raises(ValueError, match="must be a multiple of 4"):
+        to_layout(np.arange(5), "zigzag", 2, axis=0, length=10)

@@ -76,6 +76,18 @@ def test_advice_names_the_rule():
     assert (rate.group, rate.advice) == (4, "chunks of 2048 must be a multiple of the rate 6")
 
 
+def test_padding_to_the_aligned_length_is_fast():
+    shape = {"seq_len": 100_000, "num_heads": 8, "head_dim": 64, "ring_size": 8, "layout": "zigzag"}
+    pattern = rj.DilationPattern((2048, 100_000), (1, 16))
+    slow = rj.plan(pattern, **shape)
+    assert not any(b.is_aligned for b in slow.branches)
+    assert slow.aligned_length == 16 * 8192
+    assert "length=131072" in str(slow)
+    fast = rj.plan(pattern, **shape, stored_length=slow.aligned_length)
+    assert all(b.is_aligned for b in fast.branches)
+    assert fast.request.has_ids
+
+
 def test_plan_is_memoized_hashable_and_plain():
     rj.pattern_cache_clear()
     first, second = (rj.plan(PATTERN, **SHAPE, ring_size=8) for _ in range(2))
@@ -102,6 +114,7 @@ def test_table_shows_what_matters():
         ({"strategy": "guess"}, "`strategy` must be one of ('auto', 'ring', 'gather'), got 'guess'."),
         ({"num_kv_heads": 3}, "`num_heads` must be a multiple of `num_kv_heads`, got 8 and 3."),
         ({"head_shards": 3}, "key/value heads must divide evenly over `head_axis`, got 8 heads over 3 devices."),
+        ({"stored_length": 65537}, "`stored_length` must be a multiple of 4 and at least 65536, got 65537."),
         ({"memory_budget": 1000}, "`memory_budget` must be at least"),
     ],
 )
