@@ -16,13 +16,12 @@ from jax.sharding import PartitionSpec
 
 from ringjax import joint
 from ringjax.checks import AttentionShape, check_inputs
-from ringjax.devices import Ring, axes
+from ringjax.devices import Ring, axes, check_ring_options
 from ringjax.geometry import StrategyName
 from ringjax.joint import Config, RingPlace
 from ringjax.layout import layout_named
 from ringjax.manual import alike
 from ringjax.pattern import DilationPattern
-from ringjax.plan import STRATEGIES
 from ringjax.ring import AxisName
 
 Implementation = Literal["xla", "pallas"]
@@ -188,10 +187,8 @@ def ring_dilated_attention(
         >>> jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)(q, k, v).shape
         (1, 64, 4, 8)
     """
-    if strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}.")
+    check_ring_options({"axis_name": axis_name, "head_axis": head_axis}, layout, strategy, memory_budget)
     ring_size, head_shards = _axis_size("axis_name", axis_name), _axis_size("head_axis", head_axis)
-    layout_named(layout)
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
     _check_implementation(implementation)
     chunks = layout_named(layout).chunks if ring_size > 1 else 1

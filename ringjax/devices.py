@@ -54,20 +54,11 @@ class Ring:
     memory_budget: int | None = None
 
     def __post_init__(self) -> None:
-        layout_named(self.layout)
-        if self.strategy not in STRATEGIES:
-            raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {self.strategy!r}.")
-        if self.memory_budget is not None:
-            whole_number("memory_budget", self.memory_budget)
         for name in ("axis_name", "batch_axis", "head_axis"):
-            value = getattr(self, name)
-            if isinstance(value, list):
-                object.__setattr__(self, name, tuple(value))
-            if not (value is None and name != "axis_name") and not all(isinstance(axis, str) for axis in axes(value)):
-                raise ValueError(f"`{name}` must be a mesh axis or a tuple of them, got {value!r}.")
-        used = [axis for name in ("axis_name", "batch_axis", "head_axis") for axis in axes(getattr(self, name))]
-        if len(set(used)) != len(used):
-            raise ValueError(f"`axis_name`, `batch_axis` and `head_axis` must not share a mesh axis, got {used}.")
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        names = {"axis_name": self.axis_name, "batch_axis": self.batch_axis, "head_axis": self.head_axis}
+        check_ring_options(names, self.layout, self.strategy, self.memory_budget)
         if self.mesh is not None:
             self._check_axes(self.mesh)
 
@@ -144,6 +135,28 @@ class Ring:
             for axis in axes(getattr(self, name)):
                 if axis not in mesh.axis_names:
                     raise ValueError(f"`{name}` must name axes of the mesh {mesh.axis_names}, got {axis!r}.")
+
+
+def check_ring_options(
+    names: dict[str, AxisName | None], layout: str, strategy: StrategyName, memory_budget: int | None
+) -> None:
+    """Checks what a ring is made of; `names` holds ``"axis_name"`` and the axes beside it."""
+    layout_named(layout)
+    if strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}.")
+    if memory_budget is not None:
+        whole_number("memory_budget", memory_budget)
+    for name, value in names.items():
+        is_absent = value is None and name != "axis_name"
+        is_axis = isinstance(value, str) or (
+            isinstance(value, tuple) and value and all(isinstance(x, str) for x in value)
+        )
+        if not is_absent and not is_axis:
+            raise ValueError(f"`{name}` must be a mesh axis or a tuple of them, got {value!r}.")
+    used = [axis for value in names.values() for axis in axes(value)]
+    if len(set(used)) != len(used):
+        *others, last = (f"`{name}`" for name in names)
+        raise ValueError(f"{', '.join(others)} and {last} must not share a mesh axis, got {used}.")
 
 
 def axes(name: AxisName | None) -> tuple[str, ...]:

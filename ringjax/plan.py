@@ -178,6 +178,8 @@ def _make_plan(request: Request) -> Plan:
 
 def _branch_plan(request: Request, number: int, branch: Branch) -> BranchPlan:
     make = functools.partial(BranchPlan, branch.segment_length, branch.rate, request=request, selection=branch)
+    if not any(branch.rows(branch.segment_length)):  # no head selects anything
+        return make("local", 1, True, "", 0, 1, "keys", (), (), tables=(), shard=None)
     if geometry.is_local(request, branch):
         every = request.head_shards > 1
         length, on_ring = request.shard_length, request.ring_size > 1

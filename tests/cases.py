@@ -8,8 +8,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ringjax as rj
+
+# compiling is most of what a test costs: only what is measured in float32 is compiled as users compile
+QUICK = {"xla_backend_optimization_level": 0}
+NAMES = ("out", "dq", "dk", "dv")
 
 
 class Case(NamedTuple):
@@ -97,19 +102,79 @@ def run(attention, arrays, pattern, **keywords):
     return with_gradients(attention, pattern, **keywords)(*arrays)
 
 
-def assert_equals_oracle(case: Case, tolerances=((np.float64, 1e-10), (np.float32, 2e-6)), **options) -> None:
+WIDE, NARROW = (np.float64, 1e-10), (np.float32, 2e-6)
+
+
+def assert_equals_oracle(case: Case, tolerances=(WIDE, NARROW), attention=rj.dilated_attention, **options) -> None:
     """Output and gradients in each dtype against the float64 oracle of the same (float32) inputs."""
     arrays = case.arrays(np.float32)
     with jax.enable_x64(True):
         wide = [x.astype(np.float64) for x in arrays]
-        oracle = run(rj.reference_attention, wide, case.pattern, **case.keywords(), **options)
+        oracle = run(rj.reference_attention, wide, case.pattern, **case.keywords(), compiler_options=QUICK)
     for dtype, tolerance in tolerances:
-        with jax.enable_x64(dtype == np.float64):
-            given = wide if dtype == np.float64 else arrays
-            ours = run(rj.dilated_attention, given, case.pattern, **case.keywords(), **options)
-        for name, x, reference in zip(("out", "dq", "dk", "dv"), ours, oracle, strict=True):
+        is_wide = dtype == np.float64
+        with jax.enable_x64(is_wide):
+            given = wide if is_wide else arrays
+            how = {"compiler_options": QUICK} if is_wide else options
+            ours = run(attention, given, case.pattern, **case.keywords(), **how)
+        for name, x, reference in zip(NAMES, ours, oracle, strict=True):
             assert x.dtype == dtype, name
             assert error(x, reference) <= tolerance, (name, dtype, error(x, reference), case)
+
+
+def ring_mesh(*sizes: int, names: tuple[str, ...] = ("ring",)) -> Mesh:
+    """A mesh of the first devices, with automatic axes."""
+    return Mesh(np.array(jax.devices()[: np.prod(sizes)]).reshape(sizes), names)
+
+
+def on_ring(ring: rj.Ring, fill: float = 0):
+    """`dilated_attention` on a ring, of arrays in the order of the sequence; `fill` is what the padding holds."""
+
+    def attention(q, k, v, pattern, *, segment_ids=None, seq_len=None, **keywords):
+        size, length = ring.size("axis_name"), q.shape[1]
+        stored = [rj.to_layout(x, ring.layout, size, fill=fill) for x in (q, k, v)]
+        if segment_ids is not None:
+            segment_ids = rj.to_layout(segment_ids, ring.layout, size, fill=-1)
+        if seq_len is None and stored[0].shape[1] > length:
+            seq_len = length
+        out = rj.dilated_attention(*stored, pattern, segment_ids=segment_ids, seq_len=seq_len, ring=ring, **keywords)
+        return rj.from_layout(out, ring.layout, size, length=length)
+
+    return attention
+
+
+def stored_on(ring: rj.Ring, mesh: Mesh, x, fill: float = 0) -> jax.Array:
+    """An array in the order of the sequence, as the ring stores it, on the mesh."""
+    stored = np.asarray(rj.to_layout(x, ring.layout, ring.size("axis_name"), fill=fill))
+    return jax.device_put(stored, NamedSharding(mesh, PartitionSpec(*ring.spec()[: stored.ndim])))
+
+
+def assert_stored_equals_oracle(
+    case: Case, ring: rj.Ring, mesh: Mesh | None = None, attention=None, fill: float = 0, limit=WIDE
+) -> None:
+    """Arrays that are on the mesh before, and stay sharded as they were; `fill` is what their padding holds."""
+    mesh, (dtype, tolerance) = ring.mesh if mesh is None else mesh, limit
+    attention = functools.partial(rj.dilated_attention, ring=ring) if attention is None else attention
+    with jax.enable_x64(True):
+        oracle = run(
+            rj.reference_attention, case.arrays(np.float64), case.pattern, compiler_options=QUICK, **case.keywords()
+        )
+    with jax.enable_x64(dtype == np.float64):
+        stored = [stored_on(ring, mesh, x, fill) for x in case.arrays(dtype)]
+        keywords = case.keywords()
+        if case.ids:
+            keywords["segment_ids"] = stored_on(ring, mesh, keywords["segment_ids"], -1)
+        if case.seq_len is None and stored[0].shape[1] > case.length:
+            keywords["seq_len"] = case.length
+        got = run(attention, stored, case.pattern, compiler_options=QUICK, **keywords)
+    for name, x, reference in zip(NAMES, got, oracle, strict=True):
+        assert x.sharding.is_equivalent_to(NamedSharding(mesh, ring.spec()), 4), (name, x.sharding)
+        assert all(s.data.size * mesh.size == x.size for s in x.addressable_shards), name
+        assert x.dtype == dtype, name
+        with jax.enable_x64(dtype == np.float64):
+            ordered = np.asarray(rj.from_layout(np.asarray(x), ring.layout, ring.size("axis_name")))
+        assert error(ordered[:, : case.length], reference) <= tolerance, (name, case, ring)
+        assert not ordered[:, case.length :].any(), name
 
 
 def count_matrix(case: Case) -> np.ndarray:

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, assert_equals_oracle, error, pairwise, run
+from cases import QUICK, Case, assert_equals_oracle, error, pairwise, run
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax.test_util import check_grads
@@ -66,7 +66,6 @@ def geometries(draw):
 
 
 # compiling is all that these cost, and the grid above is compiled as users compile
-QUICK = {"xla_backend_optimization_level": 0}
 COMMON = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 

@@ -1,0 +1,186 @@
+"""Rings among other mesh axes, of either kind, ambient, and inside a user's own `shard_map`."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    NAMES,
+    NARROW,
+    QUICK,
+    Case,
+    assert_stored_equals_oracle,
+    error,
+    ring_mesh,
+    stored_on,
+    with_gradients,
+)
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import ringjax as rj
+
+SLOW = pytest.mark.slow
+ALL = ("data", "ring", "tensor")
+SHARED = {"batch_axis": "data", "head_axis": "tensor"}
+# the offsets of four heads differ, so those of the wrong heads would show
+CASE = Case(64, kv_heads=4, group=2, segment_lengths=(16, 64), dilation_rates=(4, 4), is_causal=True, ids=True)
+
+
+def explicit_mesh(*sizes, names=("ring",)):
+    return jax.make_mesh(
+        sizes,
+        names,
+        axis_types=(jax.sharding.AxisType.Explicit,) * len(sizes),
+        devices=jax.devices()[: np.prod(sizes)],
+    )
+
+
+@pytest.mark.parametrize(
+    ("case", "layout"),
+    [
+        (CASE, "zigzag"),
+        # heads of the second device select nothing at all, on the device and on the ring
+        (Case(64, kv_heads=4, segment_lengths=(2, 3), dilation_rates=(5, 5)), "contiguous"),
+        # the rate does not divide the segment, and the length is padded
+        (Case(57, kv_heads=4, segment_lengths=(14,), dilation_rates=(3,), rule="block", is_causal=True), "zigzag"),
+    ],
+    ids=["mod", "heads without rows", "unaligned"],
+)
+def test_data_ring_and_tensor(case, layout):
+    assert_stored_equals_oracle(case, rj.Ring(ring_mesh(2, 2, 2, names=ALL), layout=layout, **SHARED))
+
+
+@SLOW
+@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@pytest.mark.parametrize("rule", ["mod", "block", "none", "detached"])
+@pytest.mark.parametrize("rates", [(3, 5), (7, 2)])
+def test_data_ring_and_tensor_long(strategy, rule, rates):
+    case = Case(90, kv_heads=4, segment_lengths=(5, 90), dilation_rates=rates, rule=rule, is_causal=True)
+    ring = rj.Ring(ring_mesh(2, 2, 2, names=ALL), layout="zigzag", strategy=strategy, **SHARED)
+    assert_stored_equals_oracle(case, ring)
+
+
+def test_explicit_axes():
+    mesh = explicit_mesh(2, 2, 2, names=ALL)
+    assert_stored_equals_oracle(CASE, rj.Ring(mesh, layout="zigzag", **SHARED))
+
+
+@pytest.mark.parametrize("make_mesh", [ring_mesh, explicit_mesh])
+def test_ambient_mesh(make_mesh):
+    mesh = make_mesh(4)
+    case = Case(64, segment_lengths=(64,), dilation_rates=(2,))
+    with jax.set_mesh(mesh):
+        assert_stored_equals_oracle(case, rj.Ring(strategy="ring"), mesh)
+
+
+@pytest.mark.parametrize("make_mesh", [ring_mesh, pytest.param(explicit_mesh, marks=SLOW)])
+def test_ring_over_two_axes(make_mesh):
+    ring = rj.Ring(make_mesh(2, 3, names=("a", "b")), axis_name=("a", "b"), layout="zigzag", strategy="ring")
+    assert_stored_equals_oracle(Case(72, segment_lengths=(72,), dilation_rates=(2,), is_causal=True), ring)
+
+
+def test_axes_as_a_list():
+    assert rj.Ring(axis_name=["a", "b"]) == rj.Ring(axis_name=("a", "b"))
+
+
+@pytest.mark.parametrize("make_mesh", [ring_mesh, pytest.param(explicit_mesh, marks=SLOW)])
+def test_ring_of_one_among_other_axes(make_mesh):
+    ring = rj.Ring(make_mesh(2, 1, 2, names=ALL), layout="zigzag", **SHARED)
+    case = Case(45, kv_heads=4, segment_lengths=(8, 45), dilation_rates=(4, 5), ids=True)
+    assert_stored_equals_oracle(case._replace(length=46, seq_len=45), ring)
+
+
+@pytest.mark.parametrize("make_mesh", [ring_mesh, explicit_mesh])
+def test_ring_of_one_is_no_ring(make_mesh):
+    q, k, v, g = CASE.arrays(np.float32)
+    ring = rj.Ring(make_mesh(1), layout="zigzag")
+    on_ring, alone = (
+        with_gradients(functools.partial(rj.dilated_attention, **keywords), CASE.pattern, **CASE.keywords())
+        for keywords in ({"ring": ring}, {})
+    )
+    assert str(jax.make_jaxpr(on_ring)(q, k, v, g)) == str(jax.make_jaxpr(alone)(q, k, v, g))
+    assert on_ring.lower(q, k, v, g).as_text() == alone.lower(q, k, v, g).as_text()
+
+
+def in_shard_map(ring, **options):
+    """`ring_dilated_attention` in a `shard_map` of this file; the gradient is taken around it."""
+
+    def attention(q, k, v, pattern, *, segment_ids=None, **keywords):
+        def local(q, k, v, ids):
+            return rj.ring_dilated_attention(
+                q, k, v, pattern, segment_ids=ids, layout=ring.layout, axis_name=ring.axis_name, **keywords, **options
+            )
+
+        spec = ring.spec()
+        specs = (spec, spec, spec, P(*spec[:2]))
+        return jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=spec)(q, k, v, segment_ids)
+
+    return attention
+
+
+@pytest.mark.parametrize("make_mesh", [ring_mesh, pytest.param(explicit_mesh, marks=SLOW)])
+def test_own_shard_map(make_mesh):
+    ring = rj.Ring(make_mesh(2, 2, 2, names=ALL), layout="zigzag", **SHARED)
+    assert_stored_equals_oracle(CASE, ring, attention=in_shard_map(ring, head_axis="tensor"))
+
+
+def test_gradient_inside_own_shard_map():
+    """Of a weight that all devices share, and of keys that the batch shares: sums over devices come of themselves."""
+    case = Case(64, segment_lengths=(8, 64), dilation_rates=(1, 2), is_causal=True)
+    ring = rj.Ring(ring_mesh(2, 4, names=("data", "ring")), batch_axis="data", layout="zigzag")
+    q, k, v, g = case.arrays(np.float32)
+    k, v, weight = k[:1], v[:1], jnp.asarray(1.5)
+    attend = functools.partial(rj.ring_dilated_attention, pattern=case.pattern, is_causal=True)
+
+    def local(weight, q, k, v, g):
+        out, pull = jax.vjp(lambda weight, q, k, v: attend(weight * q, k, v, layout="zigzag"), weight, q, k, v)
+        return out, *pull(g)
+
+    def expected(weight, q, k, v, g):
+        wide = lambda x: jnp.broadcast_to(x, q.shape)  # noqa: E731
+        out, pull = jax.vjp(
+            lambda weight, q, k, v: rj.reference_attention(weight * q, wide(k), wide(v), case.pattern, is_causal=True),
+            weight,
+            q,
+            k,
+            v,
+        )
+        return out, *pull(g)
+
+    spec, shared = ring.spec(), P(None, "ring")
+    f = jax.shard_map(
+        local,
+        mesh=ring.mesh,
+        in_specs=(P(), spec, shared, shared, spec),
+        out_specs=(spec, P(), spec, shared, shared),
+    )
+    given = [rj.to_layout(x, "zigzag", 4) for x in (q, k, v, g)]
+    got = jax.jit(f, compiler_options=QUICK)(weight, *given)
+    right = jax.jit(expected, compiler_options=QUICK)(weight, q, k, v, g)
+    assert abs(got[1] - right[1]) <= 2e-6 * max(1, abs(right[1]), np.abs(g).sum() * 1e-2)
+    for name, x, y in zip(NAMES, (got[0], *got[2:]), (right[0], *right[2:]), strict=True):
+        assert error(rj.from_layout(x, "zigzag", 4), y) <= 2e-6, name
+
+
+@SLOW
+def test_ring_inside_a_scan_over_layers():
+    case = Case(64, segment_lengths=(64,), dilation_rates=(1,), is_causal=True)
+    ring = rj.Ring(ring_mesh(4), layout="zigzag")
+
+    def layers(attention):
+        def f(q, k, v, pattern, **keywords):
+            return lax.scan(lambda x, w: (attention(w * x, k, v, pattern, **keywords), None), q, jnp.array([0.5, 2]))[0]
+
+        return f
+
+    stored = [stored_on(ring, ring.mesh, x) for x in case.arrays(np.float32)]
+    ours = with_gradients(
+        layers(functools.partial(rj.dilated_attention, ring=ring)), case.pattern, compiler_options=QUICK, is_causal=True
+    )
+    oracle = with_gradients(layers(rj.reference_attention), case.pattern, compiler_options=QUICK, is_causal=True)
+    for name, x, y in zip(NAMES, ours(*stored), oracle(*case.arrays(np.float32)), strict=True):
+        assert x.sharding.is_equivalent_to(stored[0].sharding, 4), name
+        assert error(rj.from_layout(np.asarray(x), "zigzag", 4), y) <= 2 * NARROW[1], name
