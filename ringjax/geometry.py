@@ -7,10 +7,11 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ringjax.block.sizes import cpu_block_sizes
+from ringjax.block.sizes import QUERY_ROWS, cpu_block_sizes, ring_query_rows
 from ringjax.layout import layout_named
 from ringjax.pattern import Branch, DilationPattern
 from ringjax.shard import ShardRows
+from ringjax.softmax import accumulator
 
 StrategyName = Literal["auto", "ring", "gather"]
 
@@ -43,6 +44,13 @@ class Request(NamedTuple):
     def chunk_length(self) -> int:
         """Positions per chunk of the layout."""
         return self.stored_length // layout_named(self.layout).multiple(self.ring_size)
+
+    @property
+    def query_rows(self) -> int:
+        """Most rows of a query block."""
+        heads = self.kv_heads * self.group // self.head_shards
+        size = self.batch * self.shard_length * heads * self.head_dim * accumulator(np.dtype(self.dtype)).itemsize
+        return QUERY_ROWS if self.ring_size == 1 else ring_query_rows(size)
 
 
 def branches_of(request: Request) -> list[Branch]:
@@ -115,6 +123,6 @@ def shard_rows(request: Request, number: int, branch: Branch) -> tuple[ShardRows
         heads=np.array([branch.first_head + i for i in heads], np.int32),
         offsets=np.array([branch.offsets[i] for i in heads], np.int32),
         counts=np.array([counts[i] for i in heads], np.int32),
-        sizes=cpu_block_sizes(rows if is_aligned else min(rows, max(256, *counts)), request.group, on_ring=True),
+        sizes=cpu_block_sizes(rows if is_aligned else min(rows, max(256, *counts)), request.group, request.query_rows),
     )
     return shard, p if segment_rules else min(w // chunk, p)

@@ -154,7 +154,7 @@ def pattern_cache_clear() -> None:
 
 
 def branch_tables(
-    branch: Branch, number: int, length: int, group: int, *, with_empty_heads: bool, on_ring: bool
+    branch: Branch, number: int, length: int, group: int, *, with_empty_heads: bool, query_rows: int
 ) -> tuple[PartTable, ...]:
     """The tables of one branch over a sequence: its whole segments, and its shorter last one."""
     tables = []
@@ -168,7 +168,7 @@ def branch_tables(
             heads = list(range(len(counts)))
         rate = min(branch.rate, size)  # beyond that a head has its one row or none
         rows = -(-size // rate)
-        sizes = cpu_block_sizes(rows, group, on_ring=on_ring)
+        sizes = cpu_block_sizes(rows, group, query_rows)
         tables.append(
             PartTable(
                 branch=number,

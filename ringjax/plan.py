@@ -182,8 +182,14 @@ def _branch_plan(request: Request, number: int, branch: Branch) -> BranchPlan:
         return make("local", 1, True, "", 0, 1, "keys", (), (), tables=(), shard=None)
     if geometry.is_local(request, branch):
         every = request.head_shards > 1
-        length, on_ring = request.shard_length, request.ring_size > 1
-        tables = branch_tables(branch, number, length, request.group, with_empty_heads=every, on_ring=on_ring)
+        tables = branch_tables(
+            branch,
+            number,
+            request.shard_length,
+            request.group,
+            with_empty_heads=every,
+            query_rows=request.query_rows,
+        )
         rows = sum(int(t.counts.sum()) * t.segments for t in tables) // request.head_shards
         return make("local", 1, True, "", rows, 1, "keys", (), (), tables=tables, shard=None)
     shard, group = geometry.shard_rows(request, number, branch)

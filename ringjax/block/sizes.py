@@ -33,12 +33,22 @@ class BlockSizes:
 
 # Measured on two x86 cores (head dim 64): below 1024 query rows the matrix multiplies of XLA:CPU stay on one core, key
 # blocks of 512 beat 256 by a tenth and 1024 by a little, and steps of 256 balance wasted against narrow multiplies.
-# On a ring the cores belong to several devices, and smaller query blocks take less memory at the same speed.
-_QUERY_ROWS, _RING_QUERY_ROWS, _KEY_ROWS, _STEP_ROWS = 2048, 512, 512, 256
+QUERY_ROWS, _KEY_ROWS, _STEP_ROWS = 2048, 512, 256
 
 
-def cpu_block_sizes(rows: int, group: int, *, on_ring: bool = False) -> BlockSizes:
+def ring_query_rows(shard_bytes: int) -> int:
+    """Most rows of a query block where several devices share the cores, for a query of so many bytes on each.
+
+    Blocks of 1024 are about as fast there as larger ones; small shards take 512, so that scores and weights of a block
+    stay well below the shard.
+    """
+    return 1024 if shard_bytes >= 4 * 2 * 1024 * _KEY_ROWS * 4 else 512
+
+
+def cpu_block_sizes(rows: int, group: int, query_rows: int = QUERY_ROWS) -> BlockSizes:
     """Sizes for segments of `rows` selected rows and `group` query heads per key/value head, with little padding.
+
+    A query block has at most about `query_rows` rows, over all heads of the group.
 
     Example:
         >>> cpu_block_sizes(2048, 1)
@@ -46,10 +56,9 @@ def cpu_block_sizes(rows: int, group: int, *, on_ring: bool = False) -> BlockSiz
         >>> cpu_block_sizes(300, 1)
         BlockSizes(query=304, key=304, diagonal=152)
     """
-    most = _RING_QUERY_ROWS if on_ring else _QUERY_ROWS
-    largest_step = min(_STEP_ROWS, max(64, most // group))
+    largest_step = min(_STEP_ROWS, max(64, query_rows // group))
     steps = -(-rows // largest_step)
-    blocks = -(-steps * largest_step * group // max(most, largest_step * group))
+    blocks = -(-steps * largest_step * group // max(query_rows, largest_step * group))
     steps = -(-steps // blocks)  # per query block
     step = -(-rows // (blocks * steps))
     step = step if steps == blocks == 1 else -(-step // 8) * 8
