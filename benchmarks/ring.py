@@ -14,10 +14,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,15 +46,19 @@ def host_arrays(length: int) -> list[np.ndarray]:
 class Contender:
     """A program with its arrays in place."""
 
-    def __init__(self, attention, grad: bool, arrays, mesh: Mesh | None, spec: PartitionSpec):
+    def __init__(self, attention, grad, arrays, mesh=None, spec=None, layout="contiguous", ring_size=1):
+        self.layout, self.ring_size = layout, ring_size
+        arrays = [rj.to_layout(x, layout, ring_size) for x in arrays]
         self.args = [jnp.asarray(x) if mesh is None else jax.device_put(x, NamedSharding(mesh, spec)) for x in arrays]
         self.program = with_gradient(attention, grad).lower(*self.args).compile()
 
     def __call__(self) -> float:
         return timed(self.program, *self.args)
 
-    def outputs(self):
-        return self.program(*self.args)
+    def in_order(self) -> list[np.ndarray]:
+        """Outputs in the order of the sequence."""
+        outputs = [np.asarray(x) for x in self.program(*self.args)]
+        return [np.asarray(rj.from_layout(x, self.layout, self.ring_size)) for x in outputs]
 
     def bytes_per_device(self) -> int:
         m = self.program.memory_analysis()
@@ -61,7 +67,7 @@ class Contender:
 
 def on_one_device(pattern, arrays, causal: bool, grad: bool) -> Contender:
     attention = lambda q, k, v: rj.dilated_attention(q, k, v, pattern, is_causal=causal)  # noqa: E731
-    return Contender(attention, grad, arrays, None, PartitionSpec())
+    return Contender(attention, grad, arrays)
 
 
 def on_heads(pattern, arrays, causal: bool, grad: bool) -> Contender:
@@ -78,46 +84,40 @@ def on_ring(pattern, arrays, causal: bool, grad: bool, p: int) -> Contender:
     layout = "zigzag" if causal else "contiguous"
     ring = rj.Ring(mesh, layout=layout)
     attention = lambda q, k, v: rj.dilated_attention(q, k, v, pattern, is_causal=causal, ring=ring)  # noqa: E731
-    return Contender(attention, grad, [rj.to_layout(x, layout, p) for x in arrays], mesh, spec)
+    return Contender(attention, grad, arrays, mesh, spec, layout, p)
 
 
 def scaling(options) -> list[dict]:
-    """Rings on the same cores as one device."""
+    """Rings on the same cores as one device, each in a process of its own with as many devices as it uses."""
     print("\nRings of CPU devices on the same cores; ratio of time to the better of one device and two head-sharded")
-    print("     T    mask   pass | one s  heads s |" + "".join(f"   p={p}" for p in options.rings))
+    print("      T   mask    pass |  one s  heads s |" + "".join(f"  p={p}" for p in options.rings))
+    workers = {"one": Worker(CORES, 1), "heads": Worker(CORES, 2, "heads")}
+    workers |= {f"p={p}": Worker(CORES, p) for p in options.rings}
     results = []
-    for length in options.lengths:
-        arrays = host_arrays(length)
-        for causal in options.masks:
-            for grad in (False, True):
-                pattern = dilated(length)
-                contenders = {"one": on_one_device(pattern, arrays, causal, grad)}
-                contenders["heads"] = on_heads(pattern, arrays, causal, grad)
-                for p in options.rings:
-                    contenders[f"p={p}"] = on_ring(pattern, arrays, causal, grad, p)
-                check_rings(contenders, causal, options.rings)
-                seconds = interleaved(contenders, options.repeats)
-                best = min(seconds["one"], seconds["heads"])
-                ratios = {p: seconds[f"p={p}"] / best for p in options.rings}
-                name = f"{length:>7} {'causal' if causal else 'full':>6} {'fwd+bwd' if grad else 'fwd':>7}"
-                print(
-                    name,
-                    f"| {seconds['one']:5.2f} {seconds['heads']:8.2f} |",
-                    *(f"{r:5.2f}" for r in ratios.values()),
-                    flush=True,
-                )
-                results.append({"case": name, **seconds, "ratios": ratios})
+    for length, causal, grad in itertools.product(options.lengths, options.masks, (False, True)):
+        with tempfile.TemporaryDirectory() as folder:
+            for name, worker in workers.items():
+                worker.ask(length=length, grad=grad, causal=causal, save=f"{folder}/{name}.npz")
+            check_equal(Path(folder), list(workers))
+        seconds = interleaved({name: worker.run for name, worker in workers.items()}, options.repeats)
+        best = min(seconds["one"], seconds["heads"])
+        ratios = {p: round(seconds[f"p={p}"] / best, 3) for p in options.rings}
+        name = f"{length:>7} {'causal' if causal else 'full':>6} {'fwd+bwd' if grad else 'fwd':>7}"
+        cells = " ".join(f"{r:5.2f}" for r in ratios.values())
+        print(name, f"| {seconds['one']:6.2f} {seconds['heads']:8.2f} | {cells}", flush=True)
+        results.append({"case": name, **seconds, "ratios": ratios})
+    for worker in workers.values():
+        worker.close()
     return results
 
 
-def check_rings(contenders: dict[str, Contender], causal: bool, rings: list[int]) -> None:
-    expected = contenders["one"].outputs()
-    for p in rings:
-        layout = "zigzag" if causal else "contiguous"
-        found = [rj.from_layout(np.asarray(x), layout, p) for x in contenders[f"p={p}"].outputs()]
-        error = largest_error(found, expected)
-        if not error < 2e-5:
-            raise SystemExit(f"ring of {p} differs from one device by {error:.1e}")
+def check_equal(folder: Path, names: list[str]) -> None:
+    with np.load(folder / f"{names[0]}.npz") as expected:
+        for name in names[1:]:
+            with np.load(folder / f"{name}.npz") as found:
+                error = max(largest_error([found[key]], [expected[key]]) for key in expected)
+            if not error < 2e-5:
+                raise SystemExit(f"{name} differs from one device by {error:.1e}")
 
 
 def cores(options) -> dict:
@@ -129,8 +129,7 @@ def cores(options) -> dict:
         for grad in (False, True):
             for worker in workers.values():
                 worker.ask(length=length, grad=grad, causal=True)
-            measures = {name: lambda w=w: w.ask(run=True) for name, w in workers.items()}
-            seconds = interleaved(measures, options.repeats)
+            seconds = interleaved({name: worker.run for name, worker in workers.items()}, options.repeats)
             name = f"{length} causal {'fwd+bwd' if grad else 'fwd'}"
             results[name] = seconds["one"] / seconds["two"]
             print(
@@ -143,10 +142,10 @@ def cores(options) -> dict:
 
 
 class Worker:
-    """This script on some cores, driven over pipes."""
+    """This script with some devices on some cores, driven over pipes."""
 
-    def __init__(self, cores: list[int], devices: int):
-        command = [sys.executable, __file__, "--worker", str(devices)]
+    def __init__(self, cores: list[int], devices: int, kind: str = "ring"):
+        command = [sys.executable, __file__, "--worker", str(devices), "--kind", kind]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -156,27 +155,40 @@ class Worker:
         )
 
     def ask(self, **request) -> float:
+        """Prepares a case (`length`, `causal`, `grad`), or runs it again; seconds of a run."""
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()
-        return float(self.process.stdout.readline())
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit(f"a worker ended with {self.process.wait()}")
+        return float(answer)
+
+    def run(self) -> float:
+        return self.ask()
 
     def close(self) -> None:
         self.process.stdin.close()
         self.process.wait(timeout=60)
 
 
-def work(devices: int) -> None:
+def work(devices: int, kind: str) -> None:
+    """What a worker does."""
     contender = None
     for line in sys.stdin:
         request = json.loads(line)
-        if "length" in request:
-            arrays, pattern = host_arrays(request["length"]), dilated(request["length"])
-            keywords = {"causal": request["causal"], "grad": request["grad"]}
-            if devices == 1:
-                contender = on_one_device(pattern, arrays, **keywords)
+        if request:
+            contender = None  # free its arrays
+            case = host_arrays(request["length"]), request["causal"], request["grad"]
+            if kind == "heads":
+                contender = on_heads(dilated(request["length"]), *case)
+            elif devices == 1:
+                contender = on_one_device(dilated(request["length"]), *case)
             else:
-                contender = on_ring(pattern, arrays, **keywords, p=devices)
-        print(contender(), flush=True)
+                contender = on_ring(dilated(request["length"]), *case, devices)
+        seconds = contender()
+        if "save" in request:
+            np.savez(request["save"], *contender.in_order())
+        print(seconds, flush=True)
 
 
 def sent_bytes(pattern, length: int, p: int, causal: bool, grad: bool) -> int:
@@ -214,8 +226,7 @@ def peer(options) -> list[dict]:
         for grad in (False, True):
             ours = on_ring(rj.DilationPattern((length,), (1,)), arrays, True, grad, p)
             theirs = peer_contender(options.peer, arrays, grad, p)
-            found = [rj.from_layout(np.asarray(x), "zigzag", p) for x in ours.outputs()]
-            error = largest_error(found, theirs.outputs())
+            error = largest_error(ours.in_order(), theirs.in_order())
             if not error < 2e-5:
                 raise SystemExit(f"ringattention differs by {error:.1e}: not the same computation")
             seconds = interleaved({"ours": ours, "theirs": theirs}, min(options.repeats, 3))
@@ -273,12 +284,13 @@ def main() -> None:
     parser.add_argument("--peer", help="folder with ringattention 0.1.2; without it that part is left out")
     parser.add_argument("--json", type=Path, help="also write the results here")
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--kind", default="ring", help=argparse.SUPPRESS)
     options = parser.parse_args()
     # a device that waits for others on busy cores is not stuck
     os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=600")
-    jax.config.update("jax_num_cpu_devices", options.worker or max(*options.rings, 4))
+    jax.config.update("jax_num_cpu_devices", options.worker or 4)
     if options.worker:
-        work(options.worker)
+        work(options.worker, options.kind)
         return
     options.masks = {"causal": [True], "full": [False], "both": [True, False]}[options.masks]
     print(f"jax {jax.__version__}, {len(CORES)} cores, (1, T, {HEADS}, {DIM}) float32, {options.repeats} repeats")
