@@ -27,10 +27,7 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	$(BIN)/mypy
 
-docring: $(VENV)/ready
-	$(BIN)/python examples/ring.py
-
-test: $(VENV)/ready
+doctest: $(VENV)/ready
 	$(BIN)/python -m pytest -q --doctest-modules ringjax
 
 # beside PyTorch, which lives in an environment of its own
