@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from ringjax import joint
 from ringjax.checks import AttentionShape, check_inputs
-from ringjax.devices import Ring, axes, check_ring_options
+from ringjax.devices import Ring, axes, check_ring_options, layout_for
 from ringjax.geometry import StrategyName
 from ringjax.joint import Config, RingPlace
 from ringjax.layout import layout_named
@@ -83,12 +83,11 @@ def dilated_attention(
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
     if ring is None:
         return _on_one_device(config, shape, query, key, value, ids)
-    if not isinstance(ring, Ring):
-        raise ValueError(f"`ring` must be a Ring, got {type(ring).__name__}.")
-    ring.check(query, key, value)
+    place = _checked_place(ring, query, key, value, ids)
     if all(ring.size(name) == 1 for name in ("axis_name", "batch_axis", "head_axis")):
+        whole = jax.eval_shape(_grouped, query, key)
+        dataclasses.replace(config, ring=place).plan(whole, ids is not None)  # checks the memory budget
         return _on_one_device(config, shape, query, key, value, ids)
-    place = ring.place()
 
     def local(query: Array, key: Array, value: Array, *ids: Array) -> Array:
         return _on_ring(config, place, shape, query, key, value, ids[0] if ids else None)
@@ -127,8 +126,7 @@ def count_tiles(
         Array([[[16]]], dtype=int32)
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, None)
-    ring.check(query, key, value)
-    place = ring.place()
+    place = _checked_place(ring, query, key, value, segment_ids)
 
     def local(query: Array, key: Array, value: Array, *ids: Array) -> Array:
         config = Config(pattern, is_causal, shape.scale)
@@ -191,7 +189,8 @@ def ring_dilated_attention(
     ring_size, head_shards = _axis_size("axis_name", axis_name), _axis_size("head_axis", head_axis)
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
     _check_implementation(implementation)
-    chunks = layout_named(layout).chunks if ring_size > 1 else 1
+    layout = layout_for(layout, ring_size)
+    chunks = layout_named(layout).chunks
     if query.shape[1] % chunks:
         raise ValueError(
             f"`query` length per device must be a multiple of {chunks} for layout {layout!r}, got {query.shape[1]}."
@@ -209,6 +208,13 @@ def _on_one_device(
     out = joint.attention(config, _grouped(query, key), key, value, ids).reshape(query.shape)
     padding = shape.stored_length - shape.length
     return jnp.pad(out, [(0, 0), (0, padding), (0, 0), (0, 0)]) if padding else out
+
+
+def _checked_place(ring: Ring, query: Array, key: Array, value: Array, ids: Array | None) -> RingPlace:
+    if not isinstance(ring, Ring):
+        raise ValueError(f"`ring` must be a Ring, got {type(ring).__name__}.")
+    ring.check(query, key, value, ids)
+    return ring.place()
 
 
 def _sharded(
@@ -250,11 +256,15 @@ def _prepared(
 ) -> tuple[Config, Array, Array, Array, Array | None]:
     """A device's share as `joint` takes it; padding at the end of the sequence gets ids of its own."""
     config = dataclasses.replace(config, ring=place)
+    if ids is not None:
+        if not jnp.can_cast(ids.dtype, jnp.int32):
+            raise ValueError(f"`segment_ids` must be of an integer dtype that fits int32 on a ring, got {ids.dtype}.")
+        ids = ids.astype(jnp.int32)
     if shape.length < shape.stored_length:
         config = dataclasses.replace(config, seq_len=shape.length)
         given = jnp.zeros(query.shape[:2], jnp.int32) if ids is None else ids
         inside = _positions(place, query.shape[1]) < shape.length
-        ids = jnp.where(inside[None, :], given, jnp.asarray(-1, given.dtype))
+        ids = jnp.where(inside[None, :], given, -1)
     (query, key, value, _), ids = alike((query, key, value, lax.axis_index(place.axis_name)), ids)
     return config, _grouped(query, key), key, value, ids
 

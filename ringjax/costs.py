@@ -48,9 +48,10 @@ class RowBytes(NamedTuple):
 
 def row_bytes(request: Request, rows: int) -> RowBytes:
     """For `rows` rows per key/value head in all chunks of a device and the whole batch."""
-    sums = _size(accumulator(np.dtype(request.dtype)))
+    dtype = np.dtype(request.dtype)
+    sums = accumulator(dtype).itemsize
     width = rows * request.head_dim
-    own = width * _size(request.dtype)
+    own = width * dtype.itemsize
     ids = rows * 4 if request.has_ids else 0
     return RowBytes(
         2 * own, request.group * own, ids, 2 * width * sums, request.group * width * sums, request.group * rows * sums
@@ -115,11 +116,6 @@ def pairs_per_device(branch: Branch, layout: Layout, ring_size: int, length: int
         seen = before - before[first] + (rows + 1) / 2 if is_causal else before[last] + rows[last] - before[first]
         np.add.at(pairs, owner, heads * rows * seen)
     return pairs
-
-
-def _size(dtype: object) -> int:
-    name = str(dtype)
-    return 2 if name == "bfloat16" else np.dtype(name).itemsize
 
 
 def _messages(*rows: tuple[Op, str, int, int]) -> tuple[Message, ...]:

@@ -86,17 +86,17 @@ class Ring:
         return RingPlace(
             self.axis_name,
             self.size("axis_name"),
-            self.layout,
+            layout_for(self.layout, self.size("axis_name")),
             self.strategy,
             self.memory_budget,
             self.head_axis,
             self.size("head_axis"),
         )
 
-    def check(self, query: Array, key: Array, value: Array) -> None:
+    def check(self, query: Array, key: Array, value: Array, ids: Array | None) -> None:
         """Checks that whole arrays fit on the ring."""
         ring_size = self.size("axis_name")
-        multiple = layout_named(self.layout).multiple(ring_size) if ring_size > 1 else 1
+        multiple = layout_named(layout_for(self.layout, ring_size)).multiple(ring_size)
         length = query.shape[1]
         if length % multiple:
             raise ValueError(
@@ -110,25 +110,22 @@ class Ring:
                     f"{getattr(self, name)!r}, got {key.shape[axis]}."
                 )
         for name, x in (("query", query), ("key", key), ("value", value)):
-            self._check_sharding(name, x, query)
+            self._check_explicit(name, x)
+            _check_like_query(name, x, query)
+        if ids is not None:
+            self._check_explicit("segment_ids", ids)
 
-    def _check_sharding(self, name: str, x: Array, query: Array) -> None:
-        mesh = self.resolve()
+    def _check_explicit(self, name: str, x: Array) -> None:
+        mesh, spec = self.resolve(), PartitionSpec(*self.spec()[: x.ndim])
         given = jax.typeof(x).sharding
-        is_explicit = mesh.size > 1 and AxisType.Explicit in mesh.axis_types
-        if is_explicit and (given.mesh.empty or not _same_spec(given.spec, self.spec(), x.ndim)):
+        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
+        explicit = {axis for axis, kind in types if kind == AxisType.Explicit and mesh.size > 1}
+        if explicit and (given.mesh.empty or not _same_spec(given.spec, spec, x.ndim, explicit)):
             found = "no sharding" if given.mesh.empty else given.spec
             raise ValueError(
-                f"`{name}` must be sharded as {self.spec()} over an explicit mesh, got {found}: use "
+                f"`{name}` must be sharded as {spec} over an explicit mesh, got {found}: use "
                 "`jax.device_put` or `jax.reshard`."
             )
-        if isinstance(x, jax.core.Tracer) or isinstance(query, jax.core.Tracer):
-            return
-        ours, first = getattr(x, "sharding", None), getattr(query, "sharding", None)
-        if not isinstance(ours, NamedSharding) or not isinstance(first, NamedSharding):
-            return
-        if not ours.is_equivalent_to(first, x.ndim):
-            raise ValueError(f"`{name}` must be sharded like `query`, got {ours.spec} and {first.spec}.")
 
     def _check_axes(self, mesh: Mesh | AbstractMesh) -> None:
         for name in ("axis_name", "batch_axis", "head_axis"):
@@ -164,6 +161,22 @@ def axes(name: AxisName | None) -> tuple[str, ...]:
     return () if name is None else (name,) if isinstance(name, str) else tuple(name)
 
 
-def _same_spec(given: PartitionSpec, wanted: PartitionSpec, ndim: int) -> bool:
-    full = lambda spec: [axes(spec[i]) if i < len(spec) else () for i in range(ndim)]  # noqa: E731
-    return full(given) == full(wanted)
+def layout_for(layout: str, ring_size: int) -> str:
+    """The layout on a ring of this size: on one device they are all the same."""
+    return layout if ring_size > 1 else "contiguous"
+
+
+def _check_like_query(name: str, x: Array, query: Array) -> None:
+    if isinstance(x, jax.core.Tracer) or isinstance(query, jax.core.Tracer):
+        return
+    ours, first = x.sharding, query.sharding
+    if not isinstance(ours, NamedSharding) or not isinstance(first, NamedSharding):
+        return
+    if not ours.is_equivalent_to(first, x.ndim):
+        raise ValueError(f"`{name}` must be sharded like `query`, got {ours.spec} and {first.spec}.")
+
+
+def _same_spec(given: PartitionSpec, wanted: PartitionSpec, ndim: int, explicit: set[str]) -> bool:
+    """Whether two specs agree on the explicit axes, the only ones that types speak of."""
+    kept = lambda spec, i: [a for a in axes(spec[i]) if a in explicit] if i < len(spec) else []  # noqa: E731
+    return all(kept(given, i) == kept(wanted, i) for i in range(ndim))

@@ -54,7 +54,7 @@ class Config:
     ring: RingPlace | None = None
     seq_len: int | None = None  # of the whole sequence, where it is shorter than what is stored
 
-    def plan(self, query: Array, has_ids: bool) -> Plan:
+    def plan(self, query: Array | jax.ShapeDtypeStruct, has_ids: bool) -> Plan:
         """The plan for a query (B, c, K, G, H)."""
         ring = self.ring or RingPlace("", 1, "contiguous", "ring", None, None, 1)
         batch, length, kv_heads, group, dim = query.shape
@@ -112,7 +112,7 @@ class Config:
 
     def _for_heads(self, table: Table, query: Array) -> Table:
         """The table of the heads that this device has."""
-        if self.ring is None or self.ring.head_axis is None:
+        if self.ring is None or self.ring.head_axis is None or self.ring.head_shards == 1:
             return table
         num = query.shape[2]
         return table.for_heads(lax.axis_index(self.ring.head_axis) * num, num)
@@ -153,7 +153,7 @@ def _forward(
 ) -> tuple[Array, Array, tuple[Array, ...], Array | None]:
     """Output (B, c, K, G, H), joint lse (B, c, K, G), for detached mixing each branch's own rows, and `tiles` counted.
 
-    Keys are sent off first, and the branches that need no others are computed while they travel.
+    Keys that travel in one piece are sent off first, and the local branches are computed while they travel.
     """
     query, work = shard.query, config.work(shard)
     views = {journey: journey.view_shard(shard) for journey in work.journeys}
@@ -221,7 +221,7 @@ def _attention_fwd(
 
 
 def _attention_bwd(config: Config, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array, None]:
-    """The branches on the ring come first, so that their last message travels while the local ones are computed."""
+    """Branches that travel in one piece come first: their last message travels while the local ones are computed."""
     shard, out, lse, rows = residuals
     work = config.work(shard)
     local_rows, ring_rows = rows[: len(rows) - len(work.journeys)], rows[len(rows) - len(work.journeys) :]

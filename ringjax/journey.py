@@ -19,7 +19,7 @@ from ringjax.block.walk import Walk
 from ringjax.layout import Layout
 from ringjax.plan import BranchPlan
 from ringjax.ring import AxisName, Circle, Strategy
-from ringjax.select import from_bits
+from ringjax.select import from_bits, to_bits
 from ringjax.shard import ShardRows
 from ringjax.softmax import Partial
 from ringjax.visits import starts, visits
@@ -60,7 +60,7 @@ class Journey:
 
     def view(self, *arrays: Array) -> tuple[Array, ...]:
         """Arrays (B, c, ...) in the form in which the other methods take them."""
-        return tuple(self.rows.view(x) for x in arrays)
+        return tuple(self.rows.view(to_bits(x)) for x in arrays)
 
     def view_shard(self, shard: Shard) -> Shard:
         """The same for all that a device holds."""

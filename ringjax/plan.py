@@ -33,7 +33,7 @@ class BranchPlan:
     """Where and how one branch runs.
 
     Attributes:
-        segment_length: Length of its segments, clamped to the sequence.
+        segment_length: Length of its segments, clamped to the stored sequence.
         rate: Dilation rate.
         where: ``"local"``: on each device for itself; ``"ring"``: keys (or queries) hop round; ``"gather"``: keys are
             gathered once.
@@ -84,7 +84,7 @@ class BranchPlan:
 
     @property
     def hops(self) -> int:
-        """How often keys hop in the forward pass."""
+        """How often each piece of the keys hops in the forward pass."""
         return self.group - 1 if self.where == "ring" else 0
 
     @property
@@ -296,15 +296,23 @@ def plan(
         >>> [(b.where, b.hops) for b in p.branches]
         [('local', 0), ('ring', 3)]
     """
+    if not isinstance(pattern, DilationPattern):
+        raise ValueError(f"`pattern` must be a DilationPattern, got {type(pattern).__name__}.")
+    for name, flag in (("is_causal", is_causal), ("has_segment_ids", has_segment_ids)):
+        if not isinstance(flag, bool):
+            raise ValueError(f"`{name}` must be a bool, got {flag!r}.")
+    budget = None if memory_budget is None else whole_number("memory_budget", memory_budget)
     names = ("seq_len", "num_heads", "head_dim", "ring_size", "batch", "head_shards")
     given = (seq_len, num_heads, head_dim, ring_size, batch, head_shards)
     seq_len, num_heads, head_dim, ring_size, batch, head_shards = map(whole_number, names, given)
     kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
     if num_heads % kv_heads:
         raise ValueError(f"`num_heads` must be a multiple of `num_kv_heads`, got {num_heads} and {kv_heads}.")
-    multiple = layout_named(layout).multiple(ring_size) if ring_size > 1 else 1
-    stored = -(-seq_len // multiple) * multiple if stored_length is None else stored_length
-    if whole_number("stored_length", stored) < seq_len or stored % multiple:
+    layout = layout_named(layout).name if ring_size > 1 else "contiguous"
+    multiple = layout_named(layout).multiple(ring_size)
+    least = -(-seq_len // multiple) * multiple
+    stored = least if stored_length is None else whole_number("stored_length", stored_length)
+    if stored < seq_len or stored % multiple:
         raise ValueError(f"`stored_length` must be a multiple of {multiple} and at least {seq_len}, got {stored}.")
     request = Request(
         pattern=pattern,
@@ -319,7 +327,7 @@ def plan(
         is_causal=is_causal,
         dtype=np.dtype(dtype).name,
         strategy=strategy,
-        memory_budget=memory_budget,
+        memory_budget=budget,
         has_ids=has_segment_ids or stored > seq_len,
         head_shards=head_shards,
     )
@@ -341,11 +349,11 @@ def checked_plan(request: Request) -> Plan:
     budget = request.memory_budget
     if budget is not None and made.gradient_memory > budget:
         least = make_plan(request._replace(strategy="ring"))
-        if least.gradient_memory <= budget:
+        if least.gradient_memory <= budget and request.strategy == "auto":
             return least
         raise ValueError(
             f"`memory_budget` must be at least {least.gradient_memory} bytes per device for this attention and its "
-            f"gradient on a ring of {request.ring_size}, got {budget}; a larger ring, a smaller batch or heads "
-            "sharded over `head_axis` need less."
+            f"gradient on a ring of {request.ring_size} with strategy='ring', got {budget}; a larger ring, a smaller "
+            "batch or heads sharded over `head_axis` need less."
         )
     return made

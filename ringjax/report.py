@@ -68,6 +68,9 @@ def _caption(plan: Plan) -> str:
         f"{_bytes(plan.gradient_memory)} with gradient. Flops: forward, busiest device.",
     ]
     for branch in plan.branches:
+        used = len(set(branch.selection.offsets))
+        if branch.selection.num_heads and used < branch.rate:
+            lines.append(f"{branch.segment_length}/{branch.rate}: the heads use {used} of {branch.rate} residues.")
         if branch.advice:
             name = f"{branch.segment_length}/{branch.rate}"
             lines.append(f"{name} is computed by position, which is slower; for the fast path {branch.advice}.")

@@ -28,7 +28,7 @@ class Circle:
     Attributes:
         axis_name: The mesh axis, or several, taken together.
         axis_size: Devices on it.
-        group: Devices of a ring.
+        group: Devices of a ring, at least 2.
         strategy: How a cargo moves.
         is_uniform: Whether a device's own cargo is visited like those of others; the program is then smaller.
     """
@@ -41,7 +41,7 @@ class Circle:
 
     def begin(self, cargo: Tree) -> Tree:
         """Sends the cargo off for the first time; what it returns goes to `visit_all` or `sum_all`."""
-        if self.group == 1 or (self.is_uniform and self.strategy == "ring"):
+        if self.is_uniform and self.strategy == "ring":
             return cargo
         if self.strategy == "ring":
             return self._rotate(cargo)
@@ -54,8 +54,6 @@ class Circle:
         first = 0 if self.is_uniform else 1
         if first:
             state = visit(state, cargo, me, True)
-        if self.group == 1:
-            return state
         if self.strategy == "gather":
             pick = lambda state, hop: visit(state, self._picked(begun, me, hop), self._source(me, hop), False)  # noqa: E731
             return self._scan(pick, state, first, self.group)
@@ -84,13 +82,11 @@ class Circle:
             The state, and the sums of the device's own cargo.
         """
         me = lax.axis_index(self.axis_name)
-        if self.strategy == "gather" and self.group > 1:
+        if self.strategy == "gather":
             return self._sum_gathered(cargo, begun, sums, state, visit)
         if self.is_uniform:
             return self._sum_uniform(begun, sums, state, visit)
         state, own = visit(state, sums, cargo, me, True)
-        if self.group == 1:
-            return state, own
 
         def add(travelling: Tree, arrived: Tree, state: State, hop: Array | int) -> tuple[Tree, State]:
             coming = self._rotate(travelling)  # one hop behind the cargo, while this device computes its share

@@ -34,11 +34,6 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return np.promote_types(dtype, np.float32)
 
 
-def empty(out_shape: tuple[int, ...], dtype: jnp.dtype) -> Partial:
-    """The partial over no keys."""
-    return Partial(jnp.zeros(out_shape, dtype), jnp.full(out_shape[:-1], -jnp.inf, dtype))
-
-
 def empty_like(queries: Array) -> Partial:
     """The partial of these queries (..., H) over no keys."""
     return Partial(jnp.zeros_like(queries), jnp.full_like(queries[..., 0], -jnp.inf))

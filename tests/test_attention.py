@@ -42,7 +42,8 @@ GRID = [
 
 @pytest.mark.parametrize("case", GRID, ids=lambda c: "-".join(map(str, c)))
 def test_equals_oracle(case):
-    assert_equals_oracle(case)
+    as_users_compile = case.length > 200 or GRID.index(case) % 2 == 0
+    assert_equals_oracle(case, compiler_options=None if as_users_compile else QUICK)
 
 
 @st.composite
@@ -65,14 +66,15 @@ def geometries(draw):
     )
 
 
-# compiling is all that these cost, and the grid above is compiled as users compile
+# compiling is all that these cost, and most of the grid above is compiled as users compile
 COMMON = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 
 @settings(max_examples=20, **COMMON)
 @given(geometries())
 def test_random_geometry(case):
-    assert_equals_oracle(case, compiler_options=QUICK)
+    tolerance = (np.float64, 1e-10) if case.length % 2 else (np.float32, 2e-6)
+    assert_equals_oracle(case, tolerances=(tolerance,), compiler_options=QUICK)
 
 
 @pytest.mark.slow

@@ -122,3 +122,36 @@ def test_errors(keywords, text):
     with pytest.raises(ValueError, match="must") as caught:
         rj.plan(PATTERN, **{**SHAPE, "ring_size": 4, **keywords})
     assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"pattern": (16, 32)}, "`pattern` must be a DilationPattern, got tuple."),
+        ({"is_causal": 1}, "`is_causal` must be a bool, got 1."),
+        ({"memory_budget": "1GB"}, "`memory_budget` must be an integer, got '1GB'."),
+    ],
+)
+def test_wrong_types(keywords, text):
+    with pytest.raises(ValueError, match="must") as caught:
+        rj.plan(**{"pattern": PATTERN, **SHAPE, "ring_size": 4, **keywords})
+    assert str(caught.value) == text
+
+
+def test_forced_gather_does_not_give_way_to_the_budget():
+    shape = {"seq_len": 4096, "num_heads": 4, "head_dim": 32, "ring_size": 8}
+    pattern = rj.DilationPattern((4096,), (4,))
+    tight = rj.plan(pattern, **shape, strategy="ring").gradient_memory
+    with pytest.raises(ValueError, match="with strategy='ring'"):
+        rj.plan(pattern, **shape, strategy="gather", memory_budget=tight)
+
+
+def test_ring_of_one_has_one_layout():
+    plan = rj.plan(rj.DilationPattern((11,), (1,)), seq_len=45, num_heads=1, head_dim=2, ring_size=1, layout="zigzag")
+    assert plan.flops == (4 * 2 * (4 * 11 * 11 + 1),)
+    assert "11/1" in str(plan)
+
+
+def test_table_says_when_heads_leave_residues_out():
+    text = str(rj.plan(rj.DilationPattern((64,), (4,)), seq_len=64, num_heads=2, head_dim=8, ring_size=2))
+    assert "64/4: the heads use 2 of 4 residues." in text

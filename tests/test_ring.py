@@ -105,12 +105,12 @@ GRID = [
 
 
 # two rows of three hold most pairs
-ROWS = [pytest.param(i, id=str(row), marks=[SLOW] if i % 3 == 1 else []) for i, row in enumerate(GRID)]
+ROWS = [pytest.param(i, id=str(row), marks=[SLOW] if i % 2 == 1 else []) for i, row in enumerate(GRID)]
 
 
 @pytest.mark.parametrize("number", ROWS)
 def test_equals_oracle(number):
-    check(GRID[number], NARROW if number % 4 == 3 else WIDE)
+    check(GRID[number], NARROW if number % 4 == 2 else WIDE)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", pytest.param("contiguous", marks=SLOW)])
@@ -159,7 +159,7 @@ def geometries(draw, most_branches):
 COMMON = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 
-@settings(max_examples=6, **COMMON)
+@settings(max_examples=4, **COMMON)
 @given(geometries(most_branches=1))
 def test_random_geometry(case):
     check(case, WIDE)

@@ -18,6 +18,7 @@ from cases import (
     with_gradients,
 )
 from jax import lax
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
@@ -184,3 +185,42 @@ def test_ring_inside_a_scan_over_layers():
     for name, x, y in zip(NAMES, ours(*stored), oracle(*case.arrays(np.float32)), strict=True):
         assert x.sharding.is_equivalent_to(stored[0].sharding, 4), name
         assert error(rj.from_layout(np.asarray(x), "zigzag", 4), y) <= 2 * NARROW[1], name
+
+
+def small_mesh(names, *shape):
+    return Mesh(np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape), names)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [rj.DilationPattern((2,), (5,)), rj.DilationPattern((2, 8), (1, 2), heads="grouped")],
+    ids=["heads without rows", "grouped"],
+)
+def test_head_axis_of_one_device(pattern):
+    q, k, v = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, 8, 4, 2)), jnp.float32)
+    ring = rj.Ring(small_mesh(("ring", "tensor"), 2, 1), head_axis="tensor")
+    found = jax.jit(lambda *x: rj.dilated_attention(*x, pattern, ring=ring))(q, k, v)
+    assert error(found, rj.reference_attention(q, k, v, pattern)) <= 2e-6
+
+
+def test_ring_of_one_zigzag_with_an_odd_length_and_small_ids():
+    q, k, v = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 9, 2, 4)), jnp.float32)
+    ids = jnp.array([[0] * 4 + [1] * 5] * 2, jnp.uint8)
+    pattern = rj.DilationPattern((4, 9), (1, 2))
+    keywords = {"seq_len": 7, "segment_ids": ids}
+    ring = rj.Ring(small_mesh(("data", "ring"), 2, 1), batch_axis="data", layout="zigzag")
+    found = jax.jit(lambda *x: rj.dilated_attention(*x, pattern, ring=ring, **keywords))(q, k, v)
+    assert error(found, rj.reference_attention(q, k, v, pattern, **keywords)) <= 2e-6
+
+
+def test_mixed_mesh_and_layout_of_sharded_arrays():
+    kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
+    mesh = jax.make_mesh((2, 2), ("data", "ring"), axis_types=kinds)
+    pattern = rj.DilationPattern((4, 16), (1, 2))
+    q, k, v = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 16, 2, 4)), jnp.float32)
+    ring = rj.Ring(mesh, batch_axis="data", layout="zigzag", strategy="gather")
+    stored = [jax.device_put(rj.to_layout(x, "zigzag", 2), NamedSharding(mesh, ring.spec())) for x in (q, k, v)]
+    attention = lambda *x: rj.dilated_attention(*x, pattern, ring=ring, is_causal=True)  # noqa: E731
+    out = jax.jit(attention, compiler_options=QUICK)(*stored)
+    found = rj.from_layout(out, "zigzag", 2)
+    assert error(found, rj.reference_attention(q, k, v, pattern, is_causal=True)) <= 2e-6

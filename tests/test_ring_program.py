@@ -137,7 +137,10 @@ def test_forward_collectives_are_those_of_the_plan(name):
     assert bool(counts) == (name != "local")
 
 
-@pytest.mark.parametrize("name", CASES)
+SLOW = ("contiguous 2", "zigzag 4, float16", "rates that do not fit 4")
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
 def test_gradient_collectives_are_those_of_the_plan(name):
     pattern, p, options = CASES[name]
     program = Program(pattern, p, is_gradient=False, **options)
@@ -173,7 +176,7 @@ def device_bytes(compiled) -> int:
 
 
 def test_memory_falls_with_the_ring():
-    check_memory(True, 1.25, "zigzag", 8, length=65536)
+    check_memory(False, 1.15, "zigzag", 8, length=65536)
 
 
 @pytest.mark.slow
@@ -218,7 +221,7 @@ def test_zigzag_shares_causal_work_evenly(p):
 
 def test_program_does_not_grow_with_length_or_ring():
     sizes = []
-    for p, length in ((4, 4096), (8, 4096), (8, 1048576)):
+    for p, length in ((4, 262144), (8, 524288), (8, 1048576)):
         pattern = rj.DilationPattern((length // 64, length), (1, 16))
         program = Program(pattern, p, is_gradient=True, length=length, layout="zigzag", is_causal=True)
         sizes.append(len(program.lowered.as_text()))
