@@ -76,24 +76,23 @@ def to_layout(
     """Pads a sequence at its end and puts its chunks in the order in which a ring stores them.
 
     Args:
-            x: Array of any dtype and rank, in the order of the sequence.
-            layout: ``"contiguous"`` (pads only) or ``"zigzag"``.
-            ring_size: Number of devices in the ring.
-            axis: Axis of the sequence.
-            fill: Value of the padding; -1 for segment ids.
-            length: Length to pad to, the least that the layout needs by default; `plan` tells which lengths are fast.
+        x: Array of any dtype and rank, in the order of the sequence.
+        layout: ``"contiguous"`` (pads only) or ``"zigzag"``.
+        ring_size: Number of devices in the ring.
+        axis: Axis of the sequence.
+        fill: Value of the padding; -1 for segment ids.
+        length: Length to pad to, the least that the layout needs by default; `plan` tells which lengths are fast.
 
     Returns:
-            The stored array: device ``i`` of the ring holds the ``i``-th of `ring_size` equal parts of `axis`.
+        The stored array: device ``i`` of the ring holds the ``i``-th of `ring_size` equal parts of `axis`.
 
     Raises:
-            ValueError: If an argument breaks one of these rules.
+        ValueError: If an argument breaks one of these rules.
 
     Example:
-            >>> import jax
-    import jax.numpy as jnp
-            >>> to_layout(jnp.arange(7), "zigzag", ring_size=2, axis=0, fill=-1).tolist()
-            [0, 1, 6, -1, 2, 3, 4, 5]
+        >>> import jax.numpy as jnp
+        >>> to_layout(jnp.arange(7), "zigzag", ring_size=2, axis=0, fill=-1).tolist()
+        [0, 1, 6, -1, 2, 3, 4, 5]
     """
     rule, ring_size = layout_named(layout), whole_number("ring_size", ring_size)
     x, axis = _array_and_axis(x, axis)
@@ -111,27 +110,26 @@ def to_layout(
 def from_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, length: int | None = None) -> Array:
     """Puts a stored sequence back in order: the inverse of `to_layout`.
 
-        An array that is sharded along `axis` over explicit mesh axes becomes whole on every device.
+    An array that is sharded along `axis` over explicit mesh axes becomes whole on every device.
 
     Args:
-            x: Array as `to_layout` returns it.
-            layout: ``"contiguous"`` or ``"zigzag"``.
-            ring_size: Number of devices in the ring.
-            axis: Axis of the sequence.
-            length: Length of the sequence without its padding; the stored length by default.
+        x: Array as `to_layout` returns it.
+        layout: ``"contiguous"`` or ``"zigzag"``.
+        ring_size: Number of devices in the ring.
+        axis: Axis of the sequence.
+        length: Length of the sequence without its padding; the stored length by default.
 
     Returns:
-            The array in the order of the sequence, cropped to `length`.
+        The array in the order of the sequence, cropped to `length`.
 
     Raises:
-            ValueError: If an argument breaks one of these rules, or the stored length is not a multiple of the chunks.
+        ValueError: If an argument breaks one of these rules, or the stored length is not a multiple of the chunks.
 
     Example:
-            >>> import jax
-    import jax.numpy as jnp
-            >>> stored = to_layout(jnp.arange(7), "zigzag", ring_size=2, axis=0)
-            >>> from_layout(stored, "zigzag", ring_size=2, axis=0, length=7).tolist()
-            [0, 1, 2, 3, 4, 5, 6]
+        >>> import jax.numpy as jnp
+        >>> stored = to_layout(jnp.arange(7), "zigzag", ring_size=2, axis=0)
+        >>> from_layout(stored, "zigzag", ring_size=2, axis=0, length=7).tolist()
+        [0, 1, 2, 3, 4, 5, 6]
     """
     rule, ring_size = layout_named(layout), whole_number("ring_size", ring_size)
     x, axis = _array_and_axis(x, axis)
