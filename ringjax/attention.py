@@ -16,10 +16,10 @@ from jax.sharding import PartitionSpec
 
 from ringjax import joint
 from ringjax.checks import AttentionShape, check_inputs
-from ringjax.devices import Ring, axes, check_ring_options, layout_for
+from ringjax.devices import Ring, axes, check_ring_options
 from ringjax.geometry import StrategyName
 from ringjax.joint import Config, RingPlace
-from ringjax.layout import layout_named
+from ringjax.layout import layout_for, layout_named
 from ringjax.manual import alike
 from ringjax.pattern import DilationPattern
 from ringjax.ring import AxisName
@@ -279,8 +279,7 @@ def _positions(place: RingPlace, length: int) -> Array:
     """Original position of each row of this device."""
     layout, me = layout_named(place.layout), lax.axis_index(place.axis_name)
     chunk = jnp.arange(length // layout.chunks, dtype=jnp.int32)
-    starts = [layout.chunk_of(me, i, place.axis_size) * len(chunk) for i in range(layout.chunks)]
-    return jnp.concatenate([start + chunk for start in starts])
+    return jnp.concatenate([start + chunk for start in layout.starts(me, place.axis_size, len(chunk))])
 
 
 def _axis_size(name: str, value: AxisName | None) -> int:

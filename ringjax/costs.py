@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 import numpy as np
 
 from ringjax.layout import Layout
+from ringjax.pattern import Branch, selected_before
 from ringjax.softmax import accumulator
 
 if TYPE_CHECKING:
     from ringjax.geometry import Request
-    from ringjax.pattern import Branch
 
 Moves = Literal["keys", "queries"]
 Op = Literal["collective-permute", "all-gather", "reduce-scatter"]
@@ -107,8 +107,8 @@ def pairs_per_device(branch: Branch, layout: Layout, ring_size: int, length: int
     pairs = np.zeros(ring_size)
     for offset in set(branch.offsets):
         heads = branch.offsets.count(offset)
-        count = max(0, -(-(w - offset) // branch.rate))
-        rank = edges // w * count + np.clip(-(-(edges % w - offset) // branch.rate), 0, count)
+        count = branch.rows(w)[branch.offsets.index(offset)]
+        rank = selected_before(edges, w, branch.rate, np.array(offset), np.array(count))
         rows = np.diff(rank).astype(float)  # of each piece that lies in one segment and one chunk
         before = np.cumsum(rows) - rows
         first = np.searchsorted(segment, segment)

@@ -11,7 +11,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from ringjax.geometry import StrategyName
 from ringjax.joint import RingPlace
-from ringjax.layout import layout_named
+from ringjax.layout import layout_for, layout_named
 from ringjax.pattern import whole_number
 from ringjax.plan import STRATEGIES
 from ringjax.ring import AxisName
@@ -159,11 +159,6 @@ def check_ring_options(
 def axes(name: AxisName | None) -> tuple[str, ...]:
     """The axes of a name."""
     return () if name is None else (name,) if isinstance(name, str) else tuple(name)
-
-
-def layout_for(layout: str, ring_size: int) -> str:
-    """The layout on a ring of this size: on one device they are all the same."""
-    return layout if ring_size > 1 else "contiguous"
 
 
 def _check_like_query(name: str, x: Array, query: Array) -> None:

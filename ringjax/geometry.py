@@ -8,8 +8,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from ringjax.block.sizes import QUERY_ROWS, cpu_block_sizes, ring_query_rows
+from ringjax.indices import frozen
 from ringjax.layout import layout_named
-from ringjax.pattern import Branch, DilationPattern
+from ringjax.pattern import Branch, DilationPattern, selected_before
 from ringjax.shard import ShardRows
 from ringjax.softmax import accumulator
 
@@ -106,11 +107,11 @@ def shard_rows(request: Request, number: int, branch: Branch) -> tuple[ShardRows
     layout, p, w, r = layout_named(request.layout), request.ring_size, branch.segment_length, branch.rate
     chunk, segment_rules = request.chunk_length, unmet_segment_rules(request, branch)
     is_aligned = not segment_rules and not unmet_rate_rule(request, branch)
-    counts = [max(0, -(-(w - o) // r)) for o in branch.offsets]
+    counts = branch.rows(w)
     heads = [i for i, count in enumerate(counts) if count or request.head_shards > 1]
     begins = np.arange(layout.multiple(p) + 1)[:, None] * chunk
     offset, count = np.array(branch.offsets)[None, :], np.array(counts)[None, :]
-    ranks = begins // w * count + np.clip(-(-(begins % w - offset) // r), 0, count)
+    ranks = selected_before(begins, w, r, offset, count)
     rows = int(np.diff(ranks, axis=0).max(initial=0))
     shard = ShardRows(
         branch=number,
@@ -120,9 +121,9 @@ def shard_rows(request: Request, number: int, branch: Branch) -> tuple[ShardRows
         chunk_length=chunk,
         rows=rows,
         is_aligned=is_aligned,
-        heads=np.array([branch.first_head + i for i in heads], np.int32),
-        offsets=np.array([branch.offsets[i] for i in heads], np.int32),
-        counts=np.array([counts[i] for i in heads], np.int32),
+        heads=frozen(branch.first_head + i for i in heads),
+        offsets=frozen(branch.offsets[i] for i in heads),
+        counts=frozen(counts[i] for i in heads),
         sizes=cpu_block_sizes(rows if is_aligned else min(rows, max(256, *counts)), request.group, request.query_rows),
     )
     return shard, p if segment_rules else min(w // chunk, p)

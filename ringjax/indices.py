@@ -62,7 +62,7 @@ class PartTable:
         For a table of all key/value heads; in the new one they are numbered from 0.
         """
         offsets, counts = (lax.dynamic_slice_in_dim(jnp.asarray(x), first, num) for x in (self.offsets, self.counts))
-        return dataclasses.replace(self, heads=_frozen(range(num)), offsets=offsets, counts=counts)  # type: ignore[arg-type]
+        return dataclasses.replace(self, heads=frozen(range(num)), offsets=offsets, counts=counts)  # type: ignore[arg-type]
 
     @property
     def nbytes(self) -> int:
@@ -177,9 +177,9 @@ def branch_tables(
                 segment_length=size,
                 rate=rate,
                 rows=rows,
-                heads=_frozen(branch.first_head + i for i in heads),
-                offsets=_frozen(min(branch.offsets[i], rate - 1) for i in heads),
-                counts=_frozen(counts[i] for i in heads),
+                heads=frozen(branch.first_head + i for i in heads),
+                offsets=frozen(min(branch.offsets[i], rate - 1) for i in heads),
+                counts=frozen(counts[i] for i in heads),
                 sizes=sizes,
                 is_ragged=any(counts[i] != sizes.padded(rows) for i in heads),
                 has_empty_heads=any(counts[i] == 0 for i in heads),
@@ -188,7 +188,8 @@ def branch_tables(
     return tuple(tables)
 
 
-def _frozen(values: Iterable[int]) -> np.ndarray:
+def frozen(values: Iterable[int]) -> np.ndarray:
+    """Integers that nobody can change."""
     array = np.array(list(values), np.int32)
     array.flags.writeable = False
     return array

@@ -42,6 +42,15 @@ class Layout:
         """
         return device if nth == 0 else self.multiple(ring_size) - 1 - device
 
+    def starts(self, device: Int, ring_size: int, chunk_length: int) -> list[Int]:
+        """Position at which each chunk of `device` starts.
+
+        Example:
+            >>> ZIGZAG.starts(1, ring_size=4, chunk_length=10)
+            [10, 60]
+        """
+        return [self.chunk_of(device, nth, ring_size) * chunk_length for nth in range(self.chunks)]
+
     def order(self, ring_size: int) -> tuple[int, ...]:
         """The chunks of the sequence in stored order.
 
@@ -68,6 +77,16 @@ def layout_named(name: str) -> Layout:
         if layout.name == name:
             return layout
     raise ValueError(f"`layout` must be one of {tuple(layout.name for layout in layouts)}, got {name!r}.")
+
+
+def layout_for(layout: str, ring_size: int) -> str:
+    """The name of the layout on a ring of this size: on one device they are all the same.
+
+    Example:
+        >>> layout_for("zigzag", 1)
+        'contiguous'
+    """
+    return layout_named(layout).name if ring_size > 1 else CONTIGUOUS.name
 
 
 def to_layout(

@@ -11,9 +11,10 @@ import math
 import operator
 import warnings
 from collections.abc import Iterable
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
+from jax import Array
 
 Offsets = Literal["mod", "block", "none"]
 Heads = Literal["all", "grouped"]
@@ -46,6 +47,15 @@ class Branch(NamedTuple):
     def rows(self, length: int) -> list[int]:
         """Number of positions selected in a segment of `length` positions, per head."""
         return [max(0, -(-(length - o) // self.rate)) for o in self.offsets]
+
+
+Ints = TypeVar("Ints", np.ndarray, Array)
+
+
+def selected_before(position: Ints, segment_length: int, rate: int, offset: Ints, count: Ints) -> Ints:
+    """How many positions before this one a head selects that has this offset and `count` rows in a whole segment."""
+    inside = (position % segment_length - offset + rate - 1) // rate
+    return position // segment_length * count + inside.clip(0, count)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

@@ -17,7 +17,7 @@ from ringjax import costs, geometry
 from ringjax.costs import Message, Moves
 from ringjax.geometry import Request, StrategyName
 from ringjax.indices import PartTable, branch_tables, memoized
-from ringjax.layout import layout_named
+from ringjax.layout import layout_for, layout_named
 from ringjax.pattern import Branch, DilationPattern, whole_number
 from ringjax.shard import ShardRows
 from ringjax.softmax import accumulator
@@ -308,7 +308,14 @@ def plan(
     kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
     if num_heads % kv_heads:
         raise ValueError(f"`num_heads` must be a multiple of `num_kv_heads`, got {num_heads} and {kv_heads}.")
-    layout = layout_named(layout).name if ring_size > 1 else "contiguous"
+    if kv_heads % head_shards:
+        raise ValueError(
+            f"key/value heads must divide evenly over `head_axis`, got {kv_heads} heads over {head_shards} devices."
+        )
+    if strategy not in STRATEGIES:
+        raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}.")
+    layout_named(layout)
+    layout = layout_for(layout, ring_size)
     multiple = layout_named(layout).multiple(ring_size)
     least = -(-seq_len // multiple) * multiple
     stored = least if stored_length is None else whole_number("stored_length", stored_length)
@@ -335,14 +342,7 @@ def plan(
 
 
 def checked_plan(request: Request) -> Plan:
-    """The plan for this request, or a ValueError that says what is wrong with it."""
-    if request.strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {request.strategy!r}.")
-    if request.kv_heads % request.head_shards:
-        raise ValueError(
-            f"key/value heads must divide evenly over `head_axis`, got {request.kv_heads} heads over "
-            f"{request.head_shards} devices."
-        )
+    """The plan for this request, or an error where heads cannot be sharded or the memory budget is too small."""
     if request.pattern.heads == "grouped" and request.head_shards > 1:
         raise NotImplementedError('`heads="grouped"` cannot run with heads sharded over a mesh axis.')
     made = make_plan(request)

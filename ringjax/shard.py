@@ -17,6 +17,7 @@ from jax import Array, lax
 
 from ringjax import softmax
 from ringjax.block.sizes import BlockSizes
+from ringjax.pattern import selected_before
 from ringjax.select import Box, Columns, Picked
 from ringjax.softmax import Partial
 
@@ -53,9 +54,7 @@ class ShardRows:
 
     def for_heads(self, first: Array, num: int) -> ShardRows:
         """The same for `num` of the heads, from `first` on, which is known at run time only; numbered from 0."""
-        offsets, counts = (lax.dynamic_slice_in_dim(jnp.asarray(x), first, num) for x in (self.offsets, self.counts))
-        heads = np.arange(num, dtype=np.int32)
-        return dataclasses.replace(self, heads=heads, offsets=offsets, counts=counts)  # type: ignore[arg-type]
+        return dataclasses.replace(self.piece(first, num), heads=np.arange(num, dtype=np.int32))
 
     def piece(self, first: Array | int, num: int) -> ShardRows:
         """The same for `num` of the heads that take part, from the `first` of them on."""
@@ -170,8 +169,7 @@ class ShardRows:
 
     def _before(self, position: Array, offset: Array, count: Array) -> Array:
         """How many positions before this one are selected."""
-        inside = (position % self.segment_length - offset + self.rate - 1) // self.rate
-        return position // self.segment_length * count + jnp.clip(inside, 0, count)
+        return selected_before(position, self.segment_length, self.rate, offset, count)
 
     def _position(self, rank: Array, offset: Array, count: Array) -> Array:
         """The position that is selected after `rank` others."""

@@ -53,8 +53,7 @@ def visits(
 
 def starts(rows: ShardRows, layout: Layout, ring_size: int, device: Array) -> Array:
     """Position at which each of a device's chunks starts, (chunks,)."""
-    nth = [layout.chunk_of(device, i, ring_size) for i in range(layout.chunks)]
-    return jnp.stack(nth).astype(jnp.int32) * rows.chunk_length
+    return jnp.stack(layout.starts(device, ring_size, rows.chunk_length)).astype(jnp.int32)
 
 
 def _full(query: tuple[int, ...], key: tuple[int, ...]) -> Visits:

@@ -77,8 +77,8 @@ def forward(
 
     def visit(found: Found, at: _At) -> Found:
         merged = found.partial
-        q = _padded(at.query_rows(queries.q).astype(acc), walk, walk.group) * scale
-        k, v = (_padded(at.key_rows(x).astype(acc), walk, 1) for x in keys.kv)
+        q = walk.padded(at.query_rows(queries.q).astype(acc), walk.group) * scale
+        k, v = (walk.padded(at.key_rows(x).astype(acc), 1) for x in keys.kv)
         part = over_rows(_seeing(attend, at, walk), *at.ids(queries.ids, keys.ids, walk), q, k, v)
         rows = walk.rows * walk.group
         old = Partial(*(at.query_rows(x) for x in merged))
@@ -107,10 +107,10 @@ def backward(
 
     def visit(sums: tuple[Array, Array], at: _At) -> tuple[Array, Array]:
         dq, dkv = sums
-        q = _padded(at.query_rows(queries.q).astype(acc), walk, walk.group) * scale
-        dout = _padded(at.query_rows(dout_rows).astype(acc), walk, walk.group) / divisor
-        lse, delta = (_padded(at.query_rows(x)[..., None], walk, walk.group)[..., 0] for x in (lse_rows, delta_rows))
-        k, v = (_padded(at.key_rows(x).astype(acc), walk, 1) for x in keys.kv)
+        q = walk.padded(at.query_rows(queries.q).astype(acc), walk.group) * scale
+        dout = walk.padded(at.query_rows(dout_rows).astype(acc), walk.group) / divisor
+        lse, delta = (walk.padded(at.query_rows(x)[..., None], walk.group)[..., 0] for x in (lse_rows, delta_rows))
+        k, v = (walk.padded(at.key_rows(x).astype(acc), 1) for x in keys.kv)
         ids = at.ids(queries.ids, keys.ids, walk)
         dq_rows, dk, dv = over_rows(_seeing(gradients, at, walk), *ids, q, k, v, dout, lse, delta)
         dq = at.with_query_rows(dq, at.query_rows(dq) + dq_rows[:, : walk.rows * walk.group] * scale)
@@ -146,7 +146,7 @@ class _At(NamedTuple):
         if query_ids is None or key_ids is None:
             return None, None
         mine, theirs = self.query_rows(query_ids), self.key_rows(key_ids)
-        return tuple(_padded(x[..., None], walk, 1)[..., 0] for x in (mine, theirs))  # type: ignore[return-value]
+        return tuple(walk.padded(x[..., None], 1)[..., 0] for x in (mine, theirs))  # type: ignore[return-value]
 
     def _corner(self, chunk: Array, ndim: int) -> tuple[Array, ...]:
         zero = jnp.zeros_like(self.task)
@@ -176,7 +176,7 @@ def _over_visits(
                 head = task // (tasks // heads)
                 chunks = visits.query[which], visits.key[which], which
                 query, key, ranges = (x[i, head] for x, i in zip(visits.places, chunks, strict=True))
-                places = Places(_padded(query[None], walk, 1, -1)[0], _padded(key[None], walk, 1, -2)[0], ranges)
+                places = Places(walk.padded(query[None], 1, -1)[0], walk.padded(key[None], 1, -2)[0], ranges)
             return visit(state, _At(task, num, visits.query[which], visits.key[which], places))
 
         return lax.fori_loop(0, steps, body, state)
@@ -190,9 +190,3 @@ def _over_visits(
     if len(visits.query) == 1:
         return needed(jnp.int32(0), state)
     return lax.fori_loop(0, len(visits.query), needed, state)
-
-
-def _padded(x: Array, walk: Walk, group: int, fill: int = 0) -> Array:
-    """Rows (num, n * G, width) up to whole blocks."""
-    extra = (walk.sizes.padded(walk.rows) - walk.rows) * group
-    return jnp.pad(x, [(0, 0), (0, extra), (0, 0)], constant_values=fill) if extra else x

@@ -152,6 +152,11 @@ class Walk:
             scores = jnp.where(same & (mine >= 0), scores, -jnp.inf)
         return scores
 
+    def padded(self, x: Array, group: int, fill: int = 0) -> Array:
+        """Rows (num, rows * group, width) up to whole blocks."""
+        extra = (self.sizes.padded(self.rows) - self.rows) * group
+        return jnp.pad(x, [(0, 0), (0, extra), (0, 0)], constant_values=fill) if extra else x
+
     def query_block(self, x: Array, index: Array | int) -> Array:
         """The rows (of all heads of the group) of a query block."""
         size = self.sizes.query * self.group

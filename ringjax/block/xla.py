@@ -89,9 +89,9 @@ def forward(
 
     def task(carry: tuple[Partial, Array | None], at: _Task) -> tuple[Partial, Array | None]:
         merged, rows = carry
-        q, k, v, ids = _gather(inputs, merged.lse.dtype, at, table, options)
+        q, k, v, ids = _gather(inputs, merged.lse.dtype, at, walk, options.scale)
         part = over_rows(functools.partial(_seeing, attend, at.selected, walk), ids, q, k, v)
-        out, lse = (_cropped(x, table, group) for x in _present(part, at, table, (0, -jnp.inf)))
+        out, lse = (_cropped(x, walk, group) for x in _present(part, at, table, (0, -jnp.inf)))
         rows = None if rows is None else at.own.write(rows, out)
         if not is_first:
             split = (*lse.shape, -1)
@@ -132,15 +132,15 @@ def backward(
     group, walk = options.group, _walk(table, options)
 
     def task(grads: Grads, at: _Task) -> Grads:
-        q, k, v, ids = _gather(inputs, lse.dtype, at, table, options)
-        dout_rows = _padded(_rows(at.box, dout, lse.dtype, _read_ids(inputs, at)), table, group)
-        out_rows = _padded(from_bits((at.own if own_rows else at.box).read(out)).astype(lse.dtype), table, group)
+        q, k, v, ids = _gather(inputs, lse.dtype, at, walk, options.scale)
+        dout_rows = _padded(_rows(at.box, dout, lse.dtype, _read_ids(inputs, at)), walk, group)
+        out_rows = _padded(from_bits((at.own if own_rows else at.box).read(out)).astype(lse.dtype), walk, group)
         delta = jnp.sum(dout_rows * out_rows, axis=-1)  # of the undivided output, as the division cancels
-        lse_rows = softmax.for_backward(_padded(at.box.read(lse), table, group)[..., 0])
+        lse_rows = softmax.for_backward(_padded(at.box.read(lse), walk, group)[..., 0])
         joint = dout_rows / options.divisor, lse_rows, delta
         found = over_rows(functools.partial(_seeing, gradients, at.selected, walk), ids, q, k, v, *joint)
         dq, dk, dv = _present(found, at, table, (0, 0, 0))
-        new = Grads(_cropped(dq * options.scale, table, group), _cropped(dk, table, 1), _cropped(dv, table, 1))
+        new = Grads(_cropped(dq * options.scale, walk, group), _cropped(dk, walk, 1), _cropped(dv, walk, 1))
         sums = new if is_first else Grads(*(at.box.read(old) + x for old, x in zip(grads, new, strict=True)))
         return Grads(*(at.box.write(old, x) for old, x in zip(grads, sums, strict=True)))
 
@@ -217,13 +217,13 @@ def _present(arrays: tuple[Array, ...], at: _Task, table: PartTable, nothing: tu
 
 
 def _gather(
-    inputs: Inputs, acc: jnp.dtype, at: _Task, table: PartTable, options: BlockOptions
+    inputs: Inputs, acc: jnp.dtype, at: _Task, walk: Walk, scale: float
 ) -> tuple[Array, Array, Array, Array | None]:
     """A task's rows, padded to whole blocks: q scaled (num, M, H), k and v (num, S, H), ids (num, S) or None."""
     ids = _read_ids(inputs, at)
-    q = _padded(_rows(at.box, inputs.query, acc, ids), table, options.group) * options.scale
-    k, v = (_padded(_rows(at.box, x, acc, ids), table, 1) for x in (inputs.key, inputs.value))
-    return q, k, v, None if ids is None else _padded(ids, table, 1)[..., 0]
+    q = _padded(_rows(at.box, inputs.query, acc, ids), walk, walk.group) * scale
+    k, v = (_padded(_rows(at.box, x, acc, ids), walk, 1) for x in (inputs.key, inputs.value))
+    return q, k, v, None if ids is None else _padded(ids, walk, 1)[..., 0]
 
 
 def _read_ids(inputs: Inputs, at: _Task) -> Array | None:
@@ -236,13 +236,11 @@ def _rows(box: Box, x: Array, acc: jnp.dtype, ids: Array | None) -> Array:
     return rows if ids is None else jnp.where(ids >= 0, rows, 0)
 
 
-def _padded(x: Array, table: PartTable, group: int) -> Array:
+def _padded(x: Array, walk: Walk, group: int) -> Array:
     """Rows (num, m, G * width) as (num, M, width), M whole blocks."""
-    x = x.reshape(x.shape[0], table.rows * group, -1)
-    extra = (table.sizes.padded(table.rows) - table.rows) * group
-    return jnp.pad(x, [(0, 0), (0, extra), (0, 0)]) if extra else x
+    return walk.padded(x.reshape(x.shape[0], walk.rows * group, -1), group)
 
 
-def _cropped(x: Array, table: PartTable, group: int) -> Array:
+def _cropped(x: Array, walk: Walk, group: int) -> Array:
     """Rows (num, M, width) or (num, M) as (num, m, G * width)."""
-    return x[:, : table.rows * group].reshape(x.shape[0], table.rows, -1)
+    return x[:, : walk.rows * group].reshape(x.shape[0], walk.rows, -1)
