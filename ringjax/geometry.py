@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ringjax.block.sizes import QUERY_ROWS, cpu_block_sizes, ring_query_rows
+from ringjax.block.sizes import QUERY_ROWS, walk_sizes, ring_query_rows
 from ringjax.indices import frozen
 from ringjax.layout import layout_named
 from ringjax.pattern import Branch, DilationPattern, selected_before
@@ -124,6 +124,6 @@ def shard_rows(request: Request, number: int, branch: Branch) -> tuple[ShardRows
         heads=frozen(branch.first_head + i for i in heads),
         offsets=frozen(branch.offsets[i] for i in heads),
         counts=frozen(counts[i] for i in heads),
-        sizes=cpu_block_sizes(rows if is_aligned else min(rows, max(256, *counts)), request.group, request.query_rows),
+        sizes=walk_sizes(rows if is_aligned else min(rows, max(256, *counts)), request.group, request.query_rows),
     )
     return shard, p if segment_rules else min(w // chunk, p)

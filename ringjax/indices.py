@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ringjax.block.sizes import BlockSizes, cpu_block_sizes
+from ringjax.block.sizes import WalkSizes, walk_sizes
 from ringjax.pattern import Branch
 
 
@@ -48,7 +48,7 @@ class PartTable:
     heads: np.ndarray
     offsets: np.ndarray
     counts: np.ndarray
-    sizes: BlockSizes
+    sizes: WalkSizes
     is_ragged: bool
     has_empty_heads: bool
 
@@ -168,7 +168,7 @@ def branch_tables(
             heads = list(range(len(counts)))
         rate = min(branch.rate, size)  # beyond that a head has its one row or none
         rows = -(-size // rate)
-        sizes = cpu_block_sizes(rows, group, query_rows)
+        sizes = walk_sizes(rows, group, query_rows)
         tables.append(
             PartTable(
                 branch=number,

@@ -23,3 +23,12 @@ def alike(arrays: Sequence[Array], ids: Array | None) -> tuple[tuple[Array, ...]
 def _varying(x: Array, axes: frozenset[str]) -> Array:
     missing = tuple(sorted(axes - varying_axes(x)))
     return lax.pcast(x, missing, to="varying") if missing else x
+
+
+def shaped_like(x: Array, *others: Array) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of `x`, varying over all axes over which it or another array does."""
+    axes = frozenset[str]().union(*map(varying_axes, (x, *others)))
+    if not axes:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    kind = type(jax.typeof(x).manual_axis_type)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind(varying=axes))

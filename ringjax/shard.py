@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from ringjax import softmax
-from ringjax.block.sizes import BlockSizes
+from ringjax.block.sizes import WalkSizes
 from ringjax.pattern import selected_before
 from ringjax.select import Box, Columns, Picked
 from ringjax.softmax import Partial
@@ -50,7 +50,7 @@ class ShardRows:
     heads: np.ndarray
     offsets: np.ndarray
     counts: np.ndarray
-    sizes: BlockSizes
+    sizes: WalkSizes
 
     def for_heads(self, first: Array, num: int) -> ShardRows:
         """The same for `num` of the heads, from `first` on, which is known at run time only; numbered from 0."""

@@ -22,7 +22,10 @@ class Partial(NamedTuple):
 
 
 class Running(NamedTuple):
-    """A softmax under way over key blocks: `acc` (M, H) and `total` (M,), both scaled by ``exp(-peak)``."""
+    """A softmax under way over key blocks: `acc` (M, H) and `total`, both scaled by ``exp(-peak)``.
+
+    `peak` and `total` are (M,), or columns (M, 1) in kernels that have no arrays of one axis.
+    """
 
     acc: Array
     peak: Array
@@ -58,21 +61,30 @@ def finish(state: Running) -> Partial:
     """The partial over all key blocks that `state` went through."""
     safe = jnp.where(state.total > 0, state.total, 1)
     lse = jnp.where(state.total > 0, state.peak + jnp.log(safe), -jnp.inf)
-    return Partial(state.acc / safe[:, None], lse)
+    return Partial(state.acc / _column(safe), lse)
 
 
 def rescale(state: Running, scores: Array) -> tuple[Running, Array]:
     """Raises the peak of `state` to cover `scores` (M, S; -inf where masked), and gives ``exp(scores - peak)``."""
-    peak = jnp.maximum(state.peak, scores.max(axis=1))
+    peak = jnp.maximum(state.peak, scores.max(axis=1, keepdims=state.peak.ndim == 2))
     finite = _finite(peak)
     decay = jnp.exp(state.peak - finite)
-    weights = jnp.exp(scores - finite[:, None])
-    return Running(state.acc * decay[:, None], peak, state.total * decay), weights
+    weights = jnp.exp(scores - _column(finite))
+    return Running(state.acc * _column(decay), peak, state.total * decay), weights
+
+
+def resume(part: Partial) -> Running:
+    """The state after the keys of `part`: going on from it is the same as merging with it."""
+    return Running(part.out, part.lse, jnp.where(part.lse == -jnp.inf, 0.0, 1.0))
 
 
 def for_backward(lse: Array) -> Array:
     """The `lse` with which ``exp(scores - lse)`` is the softmax, and 0 for an empty row."""
     return jnp.where(lse == -jnp.inf, jnp.inf, lse)
+
+
+def _column(x: Array) -> Array:
+    return x if x.ndim == 2 else x[:, None]
 
 
 def _finite(peak: Array) -> Array:

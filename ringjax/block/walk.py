@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringjax.block.sizes import BlockSizes
+from ringjax.block.sizes import WalkSizes
 
 State = TypeVar("State")
 
@@ -76,7 +76,7 @@ class Walk:
         is_ragged: Whether some head has fewer rows than the blocks hold.
     """
 
-    sizes: BlockSizes
+    sizes: WalkSizes
     rows: int
     group: int
     is_causal: bool

@@ -1,0 +1,372 @@
+"""The local block on TPU: Mosaic kernels over rows that stand together.
+
+Legend: ``N`` tasks, ``C`` chunks, ``n`` key rows of a chunk, ``G`` query heads per key/value head, ``H`` head dim,
+``L`` lines of marks; a block has ``M`` query rows and ``S`` key rows. Numbers per query row travel as rows (1, M): a
+column in memory would be padded to 128 lanes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ringjax import softmax
+from ringjax.block.kernel import Look, dot, quotient
+from ringjax.manual import shaped_like
+from ringjax.softmax import Partial, Running
+
+_LANES = 128
+
+
+class Marks(NamedTuple):
+    """What `Look.lines` compares: of queries (N, C, L, n * G), of keys (N, C, L, n)."""
+
+    query: Array
+    key: Array
+
+
+@functools.partial(jax.jit, static_argnames=("look", "interpret"))
+def forward(
+    prior: Partial,
+    q: Array,
+    kv: Array,
+    chunks: Array,
+    spans: Array,
+    marks: Marks | None,
+    *,
+    look: Look,
+    interpret: bool = False,
+) -> Partial:
+    """Merges what one chunk of queries finds in one chunk of keys into `prior`.
+
+    Args:
+        prior: Found before, (N, C, n * G, H) and (N, C, n * G), float32.
+        q: Queries (N, C, n * G, H), not scaled.
+        kv: Keys and values (2, N, C, n, H).
+        chunks: Chunk of the queries and chunk of the keys, (2,).
+        spans: See `Look.query_spans`.
+        marks: Of all rows, or None where `look` has no lines.
+        look: The rules.
+        interpret: Whether to interpret the kernel, on any platform.
+    """
+    at = _Places(look, q.shape, "query")
+    stats = prior.lse[:, :, None]
+    out, lse = _call(
+        functools.partial(_forward_kernel, look=look),
+        at,
+        "forward",
+        2,
+        (chunks, spans),
+        inputs=[(q, at.query), (kv, at.kv), *at.marks(marks), (prior.out, at.query), (stats, at.numbers("query", 1))],
+        outputs=[(prior.out, at.query), (stats, at.numbers("query", 1))],
+        scratch=[(look.blocks.query, q.shape[-1]), *[(look.blocks.query, 1)] * 2],
+        interpret=interpret,
+    )
+    return Partial(out, lse[:, :, 0])
+
+
+def _forward_kernel(chunks: Any, spans: Any, q: Any, kv: Any, *refs: Any, look: Look) -> None:  # noqa: ANN401
+    *marks, prior_out, prior_lse, out, lse, acc, peak, total = refs
+    table, nth = _spans_here(spans, look)
+
+    @pl.when(nth == 0)
+    def _() -> None:
+        part = Partial(prior_out[0, 0], _to_column(prior_lse[0, 0]))
+        acc[...], peak[...], total[...] = softmax.resume(part)
+
+    def step(is_masked: bool) -> None:
+        k, v = _inside(kv[0, 0, 0], table.block, look.rows), _inside(kv[1, 0, 0], table.block, look.rows)
+        scores = dot(q[0, 0], k, 1, 1) * look.scale
+        if is_masked:
+            scores = jnp.where(_seen(look, table, marks, is_transposed=False), scores, -jnp.inf)
+        state, weights = softmax.rescale(Running(acc[...], peak[...], total[...]), scores)
+        acc[...] = state.acc + dot(weights.astype(v.dtype), v, 1, 0)
+        peak[...], total[...] = state.peak, state.total + weights.sum(axis=1, keepdims=True)
+
+    _on_span(step, table, nth, look, masked_first=False)
+
+    @pl.when(nth == pl.num_programs(2) - 1)
+    def _() -> None:
+        part = softmax.finish(Running(acc[...], peak[...], total[...]))
+        out[0, 0], lse[0, 0] = part.out, _to_row(part.lse)
+
+
+@functools.partial(jax.jit, static_argnames=("look", "interpret"))
+def query_gradient(
+    dq: Array,
+    q: Array,
+    kv: Array,
+    dout: Array,
+    stats: Array,
+    chunks: Array,
+    spans: Array,
+    marks: Marks | None,
+    *,
+    look: Look,
+    interpret: bool = False,
+) -> Array:
+    """Adds the gradient of one chunk of queries over one chunk of keys to `dq` (N, C, n * G, H).
+
+    Args:
+        dq: Summed before, float32.
+        q, kv, chunks, spans, marks, look, interpret: As for `forward`.
+        dout: The cotangent, like q.
+        stats: The joint log-sum-exp (see `softmax.for_backward`) and delta, (N, C, 2, n * G).
+    """
+    at = _Places(look, q.shape, "query")
+    (dq,) = _call(
+        functools.partial(_query_gradient_kernel, look=look),
+        at,
+        "query_gradient",
+        3,
+        (chunks, spans),
+        inputs=[(q, at.query), (kv, at.kv), *at.marks(marks), (dout, at.query), (stats, at.numbers("query", 2)), (dq, at.query)],
+        outputs=[(dq, at.query)],
+        scratch=[(look.blocks.query, q.shape[-1]), *[(look.blocks.query, 1)] * 2],
+        interpret=interpret,
+    )
+    return dq
+
+
+def _query_gradient_kernel(chunks: Any, spans: Any, q: Any, kv: Any, *refs: Any, look: Look) -> None:  # noqa: ANN401
+    *marks, dout, stats, prior, dq, acc, lse, delta = refs
+    table, nth = _spans_here(spans, look)
+
+    @pl.when(nth == 0)
+    def _() -> None:
+        acc[...] = jnp.zeros(acc.shape, acc.dtype)
+        lse[...], delta[...] = (_to_column(stats[0, 0, i : i + 1]) for i in (0, 1))
+
+    def step(is_masked: bool) -> None:
+        k, v = _inside(kv[0, 0, 0], table.block, look.rows), _inside(kv[1, 0, 0], table.block, look.rows)
+        scores = dot(q[0, 0], k, 1, 1) * look.scale
+        if is_masked:
+            scores = jnp.where(_seen(look, table, marks, is_transposed=False), scores, -jnp.inf)
+        probs = jnp.exp(scores - lse[...])
+        dscores = probs * (dot(dout[0, 0], v, 1, 1) / look.divisor - delta[...])
+        acc[...] += dot(dscores.astype(k.dtype), k, 1, 0)
+
+    _on_span(step, table, nth, look, masked_first=False)
+
+    @pl.when(nth == pl.num_programs(2) - 1)
+    def _() -> None:
+        dq[0, 0] = prior[0, 0] + acc[...] * look.scale
+
+
+@functools.partial(jax.jit, static_argnames=("look", "interpret"))
+def key_gradient(
+    dkv: Array,
+    q: Array,
+    kv: Array,
+    dout: Array,
+    stats: Array,
+    chunks: Array,
+    spans: Array,
+    marks: Marks | None,
+    *,
+    look: Look,
+    interpret: bool = False,
+) -> Array:
+    """Adds the gradient of one chunk of keys and values to `dkv` (2, N, C, n, H).
+
+    Args:
+        dkv: Summed before, float32.
+        q, kv, dout, stats, chunks, marks, look, interpret: As for `query_gradient`.
+        spans: See `Look.key_spans`.
+    """
+    at = _Places(look, q.shape, "key")
+    (dkv,) = _call(
+        functools.partial(_key_gradient_kernel, look=look),
+        at,
+        "key_gradient",
+        4,
+        (chunks, spans),
+        inputs=[(q, at.query), (kv, at.kv), *at.marks(marks), (dout, at.query), (stats, at.numbers("query", 2)), (dkv, at.kv)],
+        outputs=[(dkv, at.kv)],
+        scratch=[(look.blocks.key, q.shape[-1])] * 2,
+        interpret=interpret,
+    )
+    return dkv
+
+
+def _key_gradient_kernel(chunks: Any, spans: Any, q: Any, kv: Any, *refs: Any, look: Look) -> None:  # noqa: ANN401
+    *marks, dout, stats, prior, dkv, dk, dv = refs
+    table, nth = _spans_here(spans, look)
+
+    @pl.when(nth == 0)
+    def _() -> None:
+        dk[...], dv[...] = (jnp.zeros(x.shape, x.dtype) for x in (dk, dv))
+
+    def step(is_masked: bool) -> None:
+        rows = look.rows * look.group
+        q_rows, dout_rows = (_inside(x[0, 0], table.block, rows) for x in (q, dout))
+        lse, delta = (stats[0, 0, i : i + 1] for i in (0, 1))
+        if rows % look.blocks.query:
+            column = table.block * look.blocks.query + jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1)
+            lse, delta = jnp.where(column < rows, lse, jnp.inf), jnp.where(column < rows, delta, 0.0)
+        k, v = kv[0, 0, 0], kv[1, 0, 0]
+        scores = dot(k, q_rows, 1, 1) * look.scale
+        if is_masked:
+            scores = jnp.where(_seen(look, table, marks, is_transposed=True), scores, -jnp.inf)
+        probs = jnp.exp(scores - lse)
+        dscores = probs * (dot(v, dout_rows, 1, 1) / look.divisor - delta)
+        dv[...] += dot(probs.astype(dout_rows.dtype), dout_rows, 1, 0)
+        dk[...] += dot(dscores.astype(q_rows.dtype), q_rows, 1, 0)
+
+    _on_span(step, table, nth, look, masked_first=True)
+
+    @pl.when(nth == pl.num_programs(2) - 1)
+    def _() -> None:
+        dkv[0, 0, 0] = prior[0, 0, 0] + dk[...] * look.scale
+        dkv[1, 0, 0] = prior[1, 0, 0] + dv[...] / look.divisor
+
+
+class _Here(NamedTuple):
+    """Where a step of the grid stands: its blocks, and what its spans say."""
+
+    own: Array  # number of the outer block
+    block: Array  # number of the inner block
+    first: Array
+    whole: Array
+    end: Array
+    count: Array
+
+
+def _spans_here(spans: Any, look: Look) -> tuple[_Here, Array]:  # noqa: ANN401
+    task, own, nth = (pl.program_id(i) for i in range(3))
+    head = quotient(task, look.head_tasks)
+    first, whole, end, count = (spans[head, own, i] for i in range(4))
+    return _Here(own, first + nth, first, whole, end, count), nth
+
+
+def _on_span(step: Callable[[bool], None], here: _Here, nth: Array, look: Look, *, masked_first: bool) -> None:
+    """Runs `step` if the inner block is met, with a mask if it needs one."""
+    is_met, is_before = here.block < here.end, here.block < here.whole
+    if not look.needs_mask:
+        pl.when(is_met)(lambda: step(False))
+        return
+    pl.when(is_met & (is_before if masked_first else ~is_before))(lambda: step(True))
+    if not look.lines:
+        pl.when(is_met & (~is_before if masked_first else is_before))(lambda: step(False))
+
+
+def _seen(look: Look, here: _Here, marks: Sequence[Any], *, is_transposed: bool) -> Array:
+    """Which pairs (M, S) of a step see each other; (S, M) if transposed."""
+    shape = (look.blocks.key, look.blocks.query) if is_transposed else (look.blocks.query, look.blocks.key)
+    query_block, key_block = (here.block, here.own) if is_transposed else (here.own, here.block)
+    query_axis, key_axis = (1, 0) if is_transposed else (0, 1)
+    row = query_block * look.blocks.query + jax.lax.broadcasted_iota(jnp.int32, shape, query_axis)
+    column = key_block * look.blocks.key + jax.lax.broadcasted_iota(jnp.int32, shape, key_axis)
+    mine, theirs = ([x[0, 0, i : i + 1] for i in range(len(look.lines))] for x in marks) if marks else ([], [])
+    if is_transposed:
+        theirs = [_to_column(x) for x in theirs]
+    else:
+        mine = [_to_column(x) for x in mine]
+    return look.seen(row, column, here.count, mine, theirs)
+
+
+def _inside(rows: Array, block: Array, total: int) -> Array:
+    """Rows of a block with 0 past the end of the array, where memory may hold anything."""
+    size = rows.shape[0]
+    if total % size == 0:
+        return rows
+    row = block * size + jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+    return jnp.where(row < total, rows, jnp.zeros((), rows.dtype))
+
+
+def _to_column(row: Array) -> Array:
+    """(1, M) as (M, 1): through a square of lanes, which is what the hardware can transpose."""
+    return jnp.broadcast_to(row, (_LANES, row.shape[1])).T[:, :1]
+
+
+def _to_row(column: Array) -> Array:
+    """(M, 1) as (1, M)."""
+    return jnp.broadcast_to(column, (column.shape[0], _LANES)).T[:1]
+
+
+class _Places:
+    """The block specs of a pass whose outer blocks are of queries or of keys."""
+
+    def __init__(self, look: Look, shape: tuple[int, ...], outer: str) -> None:
+        tasks, dim = shape[0], shape[-1]
+        blocks = look.blocks
+        outer_blocks, inner_blocks = look.query_blocks, look.key_blocks
+        if outer == "key":
+            outer_blocks, inner_blocks = inner_blocks, outer_blocks
+        self.look, self.tasks, self.dim = look, tasks, dim
+        self.grid = (tasks, outer_blocks, inner_blocks)
+
+        def inner(spans: Any, task: Array, own: Array, nth: Array) -> Array:  # noqa: ANN401
+            head = quotient(task, look.head_tasks)
+            return jnp.clip(spans[head, own, 0] + nth, 0, jnp.maximum(spans[head, own, 2] - 1, 0))
+
+        def query(task: Array, own: Array, nth: Array, chunks: Any, spans: Any) -> tuple[Array, Array]:  # noqa: ANN401
+            return chunks[0], own if outer == "query" else inner(spans, task, own, nth)
+
+        def key(task: Array, own: Array, nth: Array, chunks: Any, spans: Any) -> tuple[Array, Array]:  # noqa: ANN401
+            return chunks[1], own if outer == "key" else inner(spans, task, own, nth)
+
+        def rows(place: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Any, ...]]:
+            return lambda task, *rest: (task, *place(task, *rest), 0)
+
+        def lanes(place: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Any, ...]]:
+            def index(task: Array, *rest: Any) -> tuple[Any, ...]:  # noqa: ANN401
+                chunk, block = place(task, *rest)
+                return task, chunk, 0, block
+
+            return index
+
+        self.query = pl.BlockSpec((1, 1, blocks.query, dim), rows(query))
+        self.kv = pl.BlockSpec((2, 1, 1, blocks.key, dim), lambda *at: (0, *rows(key)(*at)))
+        self._lanes = {"query": (blocks.query, lanes(query)), "key": (blocks.key, lanes(key))}
+
+    def numbers(self, which: str, lines: int) -> pl.BlockSpec:
+        """Of so many numbers per row of the queries or keys, (N, C, lines, rows)."""
+        size, index = self._lanes[which]
+        return pl.BlockSpec((1, 1, lines, size), index)
+
+    def marks(self, marks: Marks | None) -> list[tuple[Array, pl.BlockSpec]]:
+        """The marks with their specs."""
+        if marks is None:
+            return []
+        lines = len(self.look.lines)
+        return [(marks.query, self.numbers("query", lines)), (marks.key, self.numbers("key", lines))]
+
+
+def _call(
+    kernel: Callable[..., None],
+    at: _Places,
+    name: str,
+    multiplies: int,
+    scalars: tuple[Array, ...],
+    *,
+    inputs: list[tuple[Array, pl.BlockSpec]],
+    outputs: list[tuple[Array, pl.BlockSpec]],
+    scratch: list[tuple[int, int]],
+    interpret: bool,
+) -> list[Array]:
+    """Calls a kernel whose last inputs are summed up in place, as its outputs."""
+    first = len(scalars) + len(inputs) - len(outputs)
+    return pl.pallas_call(
+        kernel,
+        out_shape=[shaped_like(array, *scalars) for array, _ in outputs],
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=len(scalars),
+            grid=at.grid,
+            in_specs=[spec for _, spec in inputs],
+            out_specs=[spec for _, spec in outputs],
+            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
+        ),
+        input_output_aliases={first + i: i for i in range(len(outputs))},
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+        cost_estimate=at.look.cost(at.tasks, at.dim, multiplies, inputs[0][0].dtype.itemsize),
+        name=f"ringjax_{name}",
+        interpret=interpret,
+    )(*scalars, *(array for array, _ in inputs))
