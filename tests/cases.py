@@ -8,6 +8,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from hypothesis import HealthCheck
+from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ringjax as rj
@@ -15,6 +17,8 @@ import ringjax as rj
 # compiling is most of what a test costs: only what is measured in float32 is compiled as users compile
 QUICK = {"xla_backend_optimization_level": 0}
 NAMES = ("out", "dq", "dk", "dv")
+# settings of tests on random cases: the same cases in every run
+RANDOM = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 
 
 class Case(NamedTuple):
@@ -80,6 +84,27 @@ def pairwise(seed: int = 0, **choices) -> list[dict]:
         todo -= {((i, best[i]), (j, best[j])) for i, j in itertools.combinations(range(len(names)), 2)}
         rows.append({n: choices[n][i] for n, i in zip(names, best, strict=True)})
     return rows
+
+
+@st.composite
+def geometries(draw, most_branches: int, longest: int) -> Case:
+    """Cases of any length up to `longest`, with segments and rates that need not fit it or each other."""
+    branches = draw(st.integers(1, most_branches))
+    length = draw(st.integers(1, longest))
+    return Case(
+        length=length,
+        batch=draw(st.integers(1, 2)),
+        kv_heads=draw(st.integers(1, 5)),
+        group=draw(st.integers(1, 3)),
+        dim=draw(st.sampled_from([1, 4, 8])),
+        segment_lengths=tuple(draw(st.lists(st.integers(1, longest + 20), min_size=branches, max_size=branches))),
+        dilation_rates=tuple(draw(st.lists(st.integers(1, 17), min_size=branches, max_size=branches))),
+        rule=draw(st.sampled_from(["mod", "block", "none", "grouped", "detached"])),
+        is_causal=draw(st.booleans()),
+        ids=draw(st.booleans()),
+        seq_len=draw(st.one_of(st.none(), st.integers(1, length))),
+        scale=draw(st.sampled_from([None, 0.2, -1.5])),
+    )
 
 
 def error(x, reference) -> float:

@@ -11,17 +11,19 @@ from cases import (
     NAMES,
     NARROW,
     QUICK,
+    RANDOM,
     WIDE,
     Case,
     assert_equals_oracle,
     assert_stored_equals_oracle,
     error,
+    geometries,
     on_ring,
     pairwise,
     ring_mesh,
     with_gradients,
 )
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
@@ -67,7 +69,7 @@ class RingCase(NamedTuple):
         return "-".join(map(str, (*self[1:], *self.case)))
 
 
-def check(given: RingCase, *tolerances, **options) -> None:
+def assert_ring_equals_oracle(given: RingCase, *tolerances, **options) -> None:
     options = {"compiler_options": QUICK} | options
     assert_equals_oracle(given.case, tolerances, on_ring(given.ring), **options)
 
@@ -104,18 +106,19 @@ GRID = [
 ]
 
 
-# two rows of three hold most pairs
+# every second row of the grid; the others are slow
 ROWS = [pytest.param(i, id=str(row), marks=[SLOW] if i % 2 == 1 else []) for i, row in enumerate(GRID)]
 
 
 @pytest.mark.parametrize("number", ROWS)
 def test_equals_oracle(number):
-    check(GRID[number], NARROW if number % 4 == 2 else WIDE)
+    assert_ring_equals_oracle(GRID[number], NARROW if number % 4 == 2 else WIDE)
 
 
 @pytest.mark.parametrize("layout", ["zigzag", pytest.param("contiguous", marks=SLOW)])
 def test_ring_of_one(layout):
-    check(RingCase(Case(45, segment_lengths=(8, 60), dilation_rates=(1, 3), ids=True), 1, layout), WIDE)
+    case = Case(45, segment_lengths=(8, 60), dilation_rates=(1, 3), ids=True)
+    assert_ring_equals_oracle(RingCase(case, 1, layout), WIDE)
 
 
 @pytest.mark.parametrize(
@@ -127,49 +130,30 @@ def test_ring_of_one(layout):
 def test_grouped_branch_that_selects_nothing(kv_heads, segments, rates, strategy):
     length = 32 if kv_heads == 1 else 30
     case = Case(length, kv_heads=kv_heads, segment_lengths=segments, dilation_rates=rates, rule="grouped")
-    check(RingCase(case, 2, strategy=strategy), WIDE)
+    assert_ring_equals_oracle(RingCase(case, 2, strategy=strategy), WIDE)
 
 
-@st.composite
-def geometries(draw, most_branches):
-    branches = draw(st.integers(1, most_branches))
-    length = draw(st.integers(1, 128))
-    case = Case(
-        length=length,
-        batch=draw(st.integers(1, 2)),
-        kv_heads=draw(st.integers(1, 4)),
-        group=draw(st.integers(1, 3)),
-        dim=draw(st.sampled_from([1, 8])),
-        segment_lengths=tuple(draw(st.lists(st.integers(1, 140), min_size=branches, max_size=branches))),
-        dilation_rates=tuple(draw(st.lists(st.integers(1, 17), min_size=branches, max_size=branches))),
-        rule=draw(st.sampled_from(["mod", "block", "none", "grouped", "detached"])),
-        is_causal=draw(st.booleans()),
-        ids=draw(st.booleans()),
-        seq_len=draw(st.one_of(st.none(), st.integers(1, length))),
-        scale=draw(st.sampled_from([None, -1.5])),
-    )
-    return RingCase(
-        case,
-        draw(st.integers(2, 8)),
-        draw(st.sampled_from(["contiguous", "zigzag"])),
-        draw(st.sampled_from(["auto", "ring", "gather"])),
+def ring_geometries(most_branches: int):
+    return st.builds(
+        RingCase,
+        geometries(most_branches, longest=128),
+        st.integers(2, 8),
+        st.sampled_from(["contiguous", "zigzag"]),
+        st.sampled_from(["auto", "ring", "gather"]),
     )
 
 
-COMMON = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
-
-
-@settings(max_examples=4, **COMMON)
-@given(geometries(most_branches=1))
+@settings(max_examples=4, **RANDOM)
+@given(ring_geometries(most_branches=1))
 def test_random_geometry(case):
-    check(case, WIDE)
+    assert_ring_equals_oracle(case, WIDE)
 
 
 @SLOW
-@settings(max_examples=60, **COMMON)
-@given(geometries(most_branches=4))
+@settings(max_examples=60, **RANDOM)
+@given(ring_geometries(most_branches=4))
 def test_random_geometry_long(case):
-    check(case, WIDE, NARROW)
+    assert_ring_equals_oracle(case, WIDE, NARROW)
 
 
 # what travels is cut, several blocks of queries and keys per chunk, each with its plan
@@ -188,7 +172,7 @@ def test_several_blocks_in_several_pieces(moves, monkeypatch):
     assert (branch.where, branch.moves, branch.pieces, branch.is_aligned) == ("ring", moves, 2, True)
     assert branch.shard.rows > 512
     assert branch.shard.sizes.query < branch.shard.rows
-    check(LONG[moves], NARROW, compiler_options=None)
+    assert_ring_equals_oracle(LONG[moves], NARROW, compiler_options=None)
 
 
 PIECES = {
@@ -214,7 +198,7 @@ def test_pieces(name, is_causal, monkeypatch):
     case, layout, strategy = PIECES[name]
     given = RingCase(case._replace(is_causal=is_causal), 4, layout, strategy)
     assert max(branch.pieces for branch in given.branches) > 1
-    check(given, WIDE)
+    assert_ring_equals_oracle(given, WIDE)
 
 
 @SLOW
@@ -223,7 +207,7 @@ def test_pieces(name, is_causal, monkeypatch):
 @pytest.mark.parametrize("segments", [(4000, 700), (4096, 512)])
 def test_several_blocks(layout, is_causal, segments):
     case = Case(4096, 1, 2, 2, segment_lengths=segments, dilation_rates=(1, 2), is_causal=is_causal)
-    check(RingCase(case, 2, layout, "ring"), WIDE, NARROW)
+    assert_ring_equals_oracle(RingCase(case, 2, layout, "ring"), WIDE, NARROW)
 
 
 def test_bfloat16_is_as_exact_as_on_one_device():
