@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from cases import QUICK, ring_mesh
+from jax.sharding import NamedSharding, PartitionSpec
 
 import ringjax as rj
 
-QUICK = {"xla_backend_optimization_level": 0}
 BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "s32": 4}
 DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "s32": "int32", "i32": "int32"}
 COLLECTIVES = ("collective-permute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all")
@@ -37,7 +37,7 @@ class Program:
     def __init__(self, pattern, p, *, is_gradient, length=256, heads=4, dim=8, group=1, ids=False, **options):
         dtype, is_causal = options.pop("dtype", "float32"), options.pop("is_causal", False)
         options = {"strategy": "ring", **options}
-        mesh = Mesh(np.array(jax.devices()[:p]), ("ring",))
+        mesh = ring_mesh(p)
         ring = rj.Ring(mesh, **options)
         sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
         shaped = lambda *shape, dtype=dtype: jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)  # noqa: E731
@@ -176,7 +176,7 @@ def device_bytes(compiled) -> int:
 
 
 def test_memory_falls_with_the_ring():
-    check_memory(False, 1.15, "zigzag", 8, length=65536)
+    assert_memory_falls_with_the_ring(False, 1.15, "zigzag", 8, length=65536)
 
 
 @pytest.mark.slow
@@ -184,10 +184,10 @@ def test_memory_falls_with_the_ring():
 @pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize("is_gradient", [False, True])
 def test_memory_falls_with_every_ring(is_gradient, p, layout):
-    check_memory(is_gradient, 1.25 if is_gradient else 1.15, layout, p, length=65536)
+    assert_memory_falls_with_the_ring(is_gradient, 1.25 if is_gradient else 1.15, layout, p, length=65536)
 
 
-def check_memory(is_gradient, share, layout, p, length):
+def assert_memory_falls_with_the_ring(is_gradient, share, layout, p, length):
     pattern = rj.DilationPattern((2048, 8192, length), (1, 4, 16))
     keywords = {"is_gradient": is_gradient, "length": length, "heads": 8, "dim": 64, "is_causal": True}
     one, many = (Program(pattern, n, layout=layout, strategy="auto", **keywords).lowered.compile(QUICK) for n in (1, p))
@@ -207,7 +207,7 @@ def test_memory_estimate_of_the_plan_is_close():
 def test_zigzag_shares_causal_work_evenly(p):
     counts = {}
     for layout in ("contiguous", "zigzag"):
-        ring = rj.Ring(Mesh(np.array(jax.devices()[:p]), ("ring",)), layout=layout)
+        ring = rj.Ring(ring_mesh(p), layout=layout)
         q = jnp.ones((1, 256, 4, 8))
         count = jax.jit(
             lambda q, ring=ring: rj.count_tiles(q, q, q, ALIGNED, ring=ring, is_causal=True),
