@@ -1,0 +1,1 @@
+"""Rehearsals: the real compilers of accelerators that are not there, and what their programs say."""

@@ -1,0 +1,118 @@
+"""What the kernels of a CUDA program take of a multiprocessor: registers, spills, threads and shared memory.
+
+All of it comes from the folder in which the compiler shows what it does (`rehearse(..., dump_to=...)`): the kernels as
+PTX, which `ptxas` compiles again and measures, and the list of launches.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import pathlib
+import re
+import shutil
+import subprocess
+from collections.abc import Collection
+
+_COMPILING = re.compile(r"Compiling entry function '([^']+)'")
+_SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+_REGISTERS = re.compile(r"Used (\d+) registers")
+_STATIC_SHARED = re.compile(r"(\d+) bytes smem")
+_LAUNCH = re.compile(r"\] (\S+) grid: \[[^\]]*\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+) bytes")
+_COPY = re.compile(r"_\d+$")  # a kernel that is called twice with other shapes gets a number
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelResources:
+    """What one kernel takes.
+
+    Attributes:
+        name: Its name.
+        registers: Of one thread.
+        spilled_bytes: Of one thread, stored to and loaded from memory for want of registers.
+        threads: Of a block, or None where no launch was listed.
+        shared_bytes: Of a block.
+    """
+
+    name: str
+    registers: int
+    spilled_bytes: int
+    threads: int | None
+    shared_bytes: int
+
+
+def kernel_resources(
+    dumped: pathlib.Path, architecture: str, names: Collection[str] | None = None
+) -> list[KernelResources]:
+    """Measures the kernels in a folder that the compiler filled.
+
+    Args:
+        dumped: The folder.
+        architecture: For which to compile, such as ``"sm_90a"``.
+        names: Kernels to measure, or None for all.
+
+    Raises:
+        FileNotFoundError: If there is no `ptxas`, or no such kernel in the folder.
+        subprocess.CalledProcessError: If `ptxas` refuses a kernel.
+    """
+    launches = {}
+    for path in dumped.glob("*.thunk_sequence.txt"):
+        launches.update(parse_launches(path.read_text()))
+    found = []
+    for path in sorted(dumped.glob("*.ptx")):
+        entries = re.findall(r"\.entry (\w+)", path.read_text())
+        if any(names is None or name in names or _COPY.sub("", name) in names for name in entries):
+            for measured in parse_ptxas(_ptxas(path, architecture)):
+                threads, shared = launches.get(measured.name, (None, 0))
+                found.append(
+                    dataclasses.replace(measured, threads=threads, shared_bytes=measured.shared_bytes + shared)
+                )
+    if not found:
+        raise FileNotFoundError(f"No kernel {'' if names is None else sorted(names)} among the PTX files in {dumped}.")
+    return found
+
+
+def parse_ptxas(text: str) -> list[KernelResources]:
+    """The kernels of which ``ptxas -v`` tells; `shared_bytes` is what their code declares, without that of a launch."""
+    found = []
+    for part in re.split(r"(?=ptxas info\s*: Compiling entry function)", text):
+        name, spills, registers = _COMPILING.search(part), _SPILLS.search(part), _REGISTERS.search(part)
+        if name and registers:
+            shared = _STATIC_SHARED.search(part)
+            spilled = int(spills[2]) + int(spills[3]) if spills else 0
+            found.append(KernelResources(name[1], int(registers[1]), spilled, None, int(shared[1]) if shared else 0))
+    return found
+
+
+def parse_launches(text: str) -> dict[str, tuple[int, int]]:
+    """Threads and bytes of shared memory of a block, for each kernel in a list of launches."""
+    found = {}
+    for name, threads, shared in _LAUNCH.findall(text):
+        x, y, z = (int(size) for size in threads.split(","))
+        found[name] = x * y * z, int(shared)
+    return found
+
+
+def find_ptxas() -> str:
+    """Where `ptxas` is: in the package `nvidia-cuda-nvcc-cu12`, or on the path.
+
+    Raises:
+        FileNotFoundError: If it is nowhere.
+    """
+    try:
+        package = importlib.util.find_spec("nvidia.cuda_nvcc")
+    except ModuleNotFoundError:
+        package = None
+    for folder in package.submodule_search_locations or [] if package else []:
+        path = pathlib.Path(folder, "bin", "ptxas")
+        if path.exists():
+            return str(path)
+    path_of_shell = shutil.which("ptxas")
+    if path_of_shell is None:
+        raise FileNotFoundError("There is no `ptxas`: install the package nvidia-cuda-nvcc-cu12.")
+    return path_of_shell
+
+
+def _ptxas(path: pathlib.Path, architecture: str) -> str:
+    command = [find_ptxas(), "-v", f"-arch={architecture}", str(path), "-o", "/dev/null"]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stderr

@@ -1,0 +1,276 @@
+"""What a scheduled program does while rows travel, read from its text (`compiled.as_text()`).
+
+A compiled program is a list of computations, and each of them lists its instructions in the order in which they run. A
+message that travels while the device works is a pair: it starts, other instructions follow, and it is waited for. What
+stands between the two hides it; two that stand together, or a message that is no pair, hide nothing.
+
+    %body {                                            a hop loop: what arrived in the last round is sent on
+      %cargo = get-tuple-element(%carry)
+      %start = collective-permute-start(%cargo)        ┐
+      %part = custom-call(%query, %cargo)              │ a kernel between
+      %arrived = collective-permute-done(%start)       ┘
+      ROOT %next = tuple(%arrived, %part)
+    }
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from typing import Literal
+
+KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
+Work = Literal["kernel", "dots", "nothing"]
+
+_OPENING = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_NAME = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
+_OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
+_CALLEES = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
+_BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_KERNEL_NAME = re.compile(r', name = "([^"]*)"')
+_BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_VMEM = re.compile(r'"used_scoped_memory_configs":(\[[^\]]*\])')
+_DOTS = ("dot", "convolution")
+_MOVES = ("copy", "get-tuple-element", "bitcast", "copy-start", "copy-done", "opt-barrier")
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One line of a computation."""
+
+    name: str
+    opcode: str
+    operands: tuple[str, ...]
+    callees: tuple[str, ...]
+    target: str  # of a custom call
+    shape: str
+    rest: str  # attributes
+
+
+Program = dict[str, list[Instruction]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Permute:
+    """A message to a neighbour.
+
+    Attributes:
+        name: Of the instruction that sends it.
+        computation: In which it stands.
+        is_async: Whether the device may work while it travels.
+        in_hop_loop: Whether it stands in a loop that sends on what it received.
+        between: The most that is computed while it travels: a kernel, matrix multiplies, or nothing.
+        names: Kernels, loops and fusions that run while it travels.
+        bytes: Its length.
+    """
+
+    name: str
+    computation: str
+    is_async: bool
+    in_hop_loop: bool
+    between: Work
+    names: tuple[str, ...]
+    bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A call of a kernel, and the bytes of vector memory that the TPU compiler gave it, where it says."""
+
+    name: str
+    computation: str
+    vmem_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What travels and what is computed."""
+
+    permutes: tuple[Permute, ...]
+    kernels: tuple[Kernel, ...]
+    copied_bytes: int  # of what goes round, copied before it is sent on, in one round of each hop loop
+
+    @property
+    def in_hop_loops(self) -> tuple[Permute, ...]:
+        """The messages that are sent again and again."""
+        return tuple(permute for permute in self.permutes if permute.in_hop_loop)
+
+    @property
+    def num_async(self) -> int:
+        """Messages that may travel while the device works."""
+        return sum(permute.is_async for permute in self.permutes)
+
+    def hidden(self, by: tuple[Work, ...] = ("kernel",)) -> tuple[Permute, ...]:
+        """Messages of hop loops that travel while such work is done."""
+        return tuple(permute for permute in self.in_hop_loops if permute.is_async and permute.between in by)
+
+    @property
+    def vmem_bytes(self) -> int | None:
+        """The most that a kernel has of vector memory, or None where no kernel says."""
+        return max((kernel.vmem_bytes for kernel in self.kernels if kernel.vmem_bytes is not None), default=None)
+
+
+def schedule(text: str) -> Schedule:
+    """Reads a scheduled program.
+
+    Args:
+        text: What `compiled.as_text()` gives.
+
+    Raises:
+        ValueError: If the text is no scheduled program, so that its order means nothing.
+    """
+    if "is_scheduled=true" not in text.partition("\n")[0]:
+        raise ValueError("`text` must be a scheduled program: its first line says is_scheduled=true.")
+    program = parse(text)
+    called_async = {
+        name for lines in program.values() for x in lines if x.opcode == "async-start" for name in x.callees
+    }
+    bodies = {
+        name for lines in program.values() for x in lines for name in _BODY.findall(x.rest) if x.opcode == "while"
+    }
+    permutes, kernels, copied = [], [], 0
+    for name, lines in program.items():
+        kernels += [Kernel(_kernel_name(x), name, _vmem(x.rest)) for x in lines if x.target in KERNELS]
+        if name in called_async:
+            continue
+        sent = [(at, x) for at, x in enumerate(lines) if _sends(x, program)]
+        copies = [_copies(operand, lines) for _, x in sent for operand in x.operands]
+        carried = [size for size in copies if size is not None]
+        is_hop_loop = bool(carried) and name in bodies
+        permutes += [_permute(at, name, program, is_hop_loop) for at, _ in sent]
+        copied += sum(carried) if is_hop_loop else 0
+    return Schedule(tuple(permutes), tuple(kernels), copied)
+
+
+def parse(text: str) -> Program:
+    """The computations of a program and their instructions, in order."""
+    program: Program = {}
+    lines: list[Instruction] | None = None
+    for line in text.splitlines():
+        opening = _OPENING.match(line)
+        if opening and not line.startswith(" "):
+            lines = program[opening[2]] = []
+        elif line == "}":
+            lines = None
+        elif lines is not None:
+            found = _instruction(line)
+            if found:
+                lines.append(found)
+    return program
+
+
+def _instruction(line: str) -> Instruction | None:
+    named = _NAME.match(line)
+    if not named:
+        return None
+    shape_end = _end_of_shape(line, named.end())
+    opcode = _OPCODE.match(line, shape_end)
+    if not opcode:
+        return None
+    end = _closing(line, opcode.end() - 1)
+    operands, rest = line[opcode.end() : end], line[end + 1 :]
+    callees = _CALLEES.findall(rest)
+    for branches in _BRANCHES.findall(rest):
+        callees += [branch.strip().lstrip("%") for branch in branches.split(",")]
+    target = _TARGET.search(rest) if opcode[1] == "custom-call" else None
+    return Instruction(
+        name=named[2],
+        opcode=opcode[1],
+        operands=tuple(re.findall(r"%([\w.\-]+)", operands)),
+        callees=tuple(callees),
+        target=target[1] if target else "",
+        shape=line[named.end() : shape_end],
+        rest=rest,
+    )
+
+
+def _end_of_shape(line: str, start: int) -> int:
+    """Where the type ends: a tuple in brackets, or one word."""
+    if line[start] == "(":
+        return _closing(line, start) + 1
+    space = line.find(" ", start)
+    return len(line) if space < 0 else space
+
+
+def _closing(line: str, start: int) -> int:
+    """Where the bracket that opens at `start` closes."""
+    depth = 0
+    for at in range(start, len(line)):
+        depth += {"(": 1, ")": -1}.get(line[at], 0)
+        if depth == 0:
+            return at
+    return len(line)
+
+
+def _sends(x: Instruction, program: Program) -> bool:
+    if x.opcode == "async-start":
+        return any(y.opcode == "collective-permute" for name in x.callees for y in program.get(name, []))
+    return x.opcode in ("collective-permute", "collective-permute-start")
+
+
+def _permute(at: int, computation: str, program: Program, in_hop_loop: bool) -> Permute:
+    lines = program[computation]
+    start = lines[at]
+    is_pair = start.opcode.endswith("-start") and '"is_sync":true' not in start.rest
+    ends = [i for i, x in enumerate(lines) if x.opcode.endswith("-done") and start.name in x.operands]
+    between = lines[at + 1 : ends[0]] if is_pair and ends else []
+    work = [_work(x, program) for x in between]
+    most: Work = "kernel" if "kernel" in work else "dots" if "dots" in work else "nothing"
+    names = tuple(x.name for x, kind in zip(between, work, strict=True) if kind != "nothing")
+    size = sum(_bytes(x.shape) for x in lines if x.name in start.operands)
+    return Permute(start.name, computation, is_pair, in_hop_loop, most, names, size)
+
+
+def _work(x: Instruction, program: Program) -> Work:
+    """The most that an instruction computes, in what it calls too."""
+    if x.opcode == "custom-call":
+        return "kernel" if x.target in KERNELS else "dots" if x.target.startswith("__cublas") else "nothing"
+    if x.opcode in _DOTS:
+        return "dots"
+    inside = [_work(y, program) for name in x.callees for y in program.get(name, [])]
+    return "kernel" if "kernel" in inside else "dots" if "dots" in inside else "nothing"
+
+
+def _copies(name: str, lines: list[Instruction]) -> int | None:
+    """The bytes that are copied of what a loop carries before it is sent; None if something else is sent."""
+    by_name = {line.name: line for line in lines}
+    copied = 0
+    while name in by_name:
+        x = by_name[name]
+        if x.opcode == "parameter":
+            return copied
+        if x.opcode not in _MOVES or not x.operands:
+            return None
+        copied += _bytes(x.shape) if x.opcode in ("copy", "copy-start") else 0
+        name = x.operands[0]
+    return None
+
+
+def _kernel_name(x: Instruction) -> str:
+    """The name that the kernel was given: on GPUs it stands in the configuration, on TPUs it is the instruction's."""
+    named = _KERNEL_NAME.search(x.rest)
+    return named[1] if named else re.sub(r"\.\d+$", "", x.name)
+
+
+def _bytes(shape: str) -> int:
+    """Bytes of the first array in a type."""
+    first = _SHAPE.search(shape)
+    if not first:
+        return 0
+    bits = re.search(r"\d+", first[1])
+    size = int(bits[0]) if bits else 8
+    for dim in filter(None, first[2].split(",")):
+        size *= int(dim)
+    return size // 8
+
+
+def _vmem(rest: str) -> int | None:
+    """Bytes of vector memory (space 1) that a kernel uses, from the configuration that the compiler attached."""
+    found = _VMEM.search(rest)
+    if not found:
+        return None
+    sizes = [int(config["size"]) for config in json.loads(found[1]) if config.get("memory_space") == "1"]
+    return sum(sizes) if sizes else None
