@@ -1,0 +1,289 @@
+"""Rings of accelerators, compiled by their own compilers on a machine that has none, and what the programs say.
+
+For every case: does it compile, what does a device hold, do the messages of the hop loops travel while a kernel runs,
+and what do the kernels take. Each program is compiled in a process of its own. If a check fails, the command says which
+and fails too.
+
+    python benchmarks/aot.py tpu                     # `make aot-tpu`, which installs the compiler
+    python benchmarks/aot.py cuda                    # `make aot-cuda`
+    python benchmarks/aot.py tpu --case million --json million.json
+    python benchmarks/aot.py tpu --broken late-permute   # messages sent after the work: the check must fail
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+import rich
+from rich.console import Console
+from rich.table import Table
+
+import ringjax as rj
+from ringjax.rehearse.compile import ENVIRONMENT, Workload, rehearse
+from ringjax.rehearse.resources import kernel_resources
+from ringjax.rehearse.schedule import Schedule, schedule
+from ringjax.rehearse.targets import CudaTarget, Target, target_named
+
+GIB = 2**30
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A workload, the targets of each platform, and the passes."""
+
+    about: str
+    workload: Workload
+    targets: dict[str, tuple[str, ...]]
+    passes: tuple[str, ...] = ("forward", "gradient")
+
+
+CASES = {
+    "ring": Case(
+        "131,072 tokens, 8 heads of 128, bfloat16, causal, zigzag; segments 2048, 16384, 131072, rates 1, 4, 16",
+        Workload(rj.DilationPattern((2048, 16384, 131072), (1, 4, 16)), seq_len=131072, num_heads=8, head_dim=128),
+        {"tpu": ("v5e:2x4", "v5p:2x2x2", "v6e:2x4"), "cuda": ("A100", "H100", "B200")},
+    ),
+    "million": Case(
+        "1,048,576 tokens, 16 heads of 128, bfloat16, causal, zigzag; segments 2048, 32768, 1048576, rates 1, 8, 64",
+        Workload(rj.DilationPattern((2048, 32768, 2**20), (1, 8, 64)), seq_len=2**20, num_heads=16, head_dim=128),
+        {"tpu": ("v5p:2x2x2", "v5e:4x4"), "cuda": ("H100",)},
+        passes=("gradient",),
+    ),
+}
+
+
+@dataclasses.dataclass
+class Row:
+    """What is known of one program; None where the compiler does not say, or there is nothing of the kind."""
+
+    case: str
+    target: str
+    part: str
+    compiled: bool = False
+    error: str = ""
+    seconds: float | None = None
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    temporary_bytes: int | None = None
+    permutes: int = 0
+    permutes_async: int = 0
+    hop_permutes: int = 0
+    hop_permutes_hidden_by_kernel: int = 0
+    hop_permutes_hidden_by_dots: int = 0
+    exposed: list[str] = dataclasses.field(default_factory=list)
+    copied_bytes: int = 0
+    kernels: list[str] = dataclasses.field(default_factory=list)
+    kernel_bytes: int | None = None  # VMEM, or shared memory of a block: the most that a kernel takes
+    registers: int | None = None
+    spilled_bytes: int | None = None
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What a device holds: arguments, results and all between."""
+        if self.argument_bytes is None or self.output_bytes is None or self.temporary_bytes is None:
+            return None
+        return self.argument_bytes + self.output_bytes + self.temporary_bytes
+
+    def failures(self, needs_kernel: bool) -> list[str]:
+        """The checks that fail, as sentences."""
+        target = target_named(self.target)
+        if not self.compiled:
+            return [f"does not compile: {self.error}"]
+        found = []
+        if needs_kernel and not self.kernels:
+            found.append("has no kernel")
+        if self.hop_permutes == 0:
+            found.append("has no hop loop")
+        by_kernel = needs_kernel or bool(self.kernels)
+        work = "a kernel" if by_kernel else "any matrix multiply"
+        hidden = self.hop_permutes_hidden_by_kernel + (0 if by_kernel else self.hop_permutes_hidden_by_dots)
+        if hidden < self.hop_permutes:
+            exposed = self.hop_permutes - hidden
+            found.append(f"{exposed} of {self.hop_permutes} messages in hop loops travel without {work} meanwhile")
+        if self.device_bytes is not None and self.device_bytes > target.memory_bytes:
+            found.append(f"needs {self.device_bytes / GIB:.1f} GiB of {target.memory_bytes / GIB:.1f} GiB")
+        if self.kernel_bytes is not None and self.kernel_bytes > target.kernel_memory_bytes:
+            found.append(f"has a kernel that takes {self.kernel_bytes} bytes of {target.kernel_memory_bytes}")
+        if self.kernels and self.spilled_bytes:
+            found.append(f"has a kernel that spills {self.spilled_bytes} bytes")
+        return found
+
+
+def measure(row: Row, implementation: str | None) -> Row:
+    """Compiles one program and reads what it says."""
+    target = target_named(row.target)
+    workload = dataclasses.replace(CASES[row.case].workload, implementation=implementation)
+    with tempfile.TemporaryDirectory() as folder:
+        dump_to = folder if isinstance(target, CudaTarget) else None
+        try:
+            compiled, row.seconds = rehearse(target, workload, row.part == "gradient", dump_to)
+        except Exception as error:
+            row.error = " ".join(str(error).split())[:2000]
+            return row
+        row.compiled = True
+        memory = compiled.memory_analysis()
+        row.argument_bytes, row.temporary_bytes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
+        row.output_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        read = schedule(compiled.as_text())
+        _fill_schedule(row, read)
+        _fill_kernels(row, read, target, folder)
+    return row
+
+
+def _fill_schedule(row: Row, read: Schedule) -> None:
+    row.permutes, row.permutes_async = len(read.permutes), read.num_async
+    row.hop_permutes = len(read.in_hop_loops)
+    row.hop_permutes_hidden_by_kernel = len(read.hidden(("kernel",)))
+    row.hop_permutes_hidden_by_dots = len(read.hidden(("dots",)))
+    row.exposed = [
+        f"{x.name} in {x.computation}, {x.bytes} bytes, {'asynchronous' if x.is_async else 'synchronous'}"
+        for x in read.permutes
+        if not (x.is_async and x.between != "nothing")
+    ]
+    row.copied_bytes = read.copied_bytes
+
+
+def _fill_kernels(row: Row, read: Schedule, target: Target, folder: str) -> None:
+    """Of our kernels, or on GPUs of XLA's if there are none of ours."""
+    row.kernels = sorted({kernel.name for kernel in read.kernels})
+    if not isinstance(target, CudaTarget):
+        row.kernel_bytes = read.vmem_bytes
+        return
+    found = kernel_resources(pathlib.Path(folder), target.architecture, row.kernels or None)
+    row.kernel_bytes = max(kernel.shared_bytes for kernel in found)
+    row.registers = max(kernel.registers for kernel in found)
+    row.spilled_bytes = max(kernel.spilled_bytes for kernel in found)
+
+
+def break_(how: str) -> None:
+    """Makes this process compile a worse program, to see that the checks notice."""
+    if how == "no-cost":
+        from jax.experimental import pallas  # noqa: PLC0415
+
+        whole = pallas.pallas_call
+        pallas.pallas_call = lambda *args, **options: whole(*args, **{**options, "cost_estimate": None})
+        return
+    from jax import lax  # noqa: PLC0415
+
+    from ringjax.ring import Circle  # noqa: PLC0415
+
+    def visit_all(self, cargo, begun, state, visit):
+        """As in `Circle`, but what arrived is sent on only when the work on it is done."""
+        me = lax.axis_index(self.axis_name)
+        first = 0 if self.is_uniform else 1
+        if first:
+            state = visit(state, cargo, me, True)
+
+        def step(carry, hop):
+            arrived, state = carry
+            state = visit(state, arrived, self._source(me, hop), False)
+            arrived, state = lax.optimization_barrier((arrived, state))
+            return self._rotate(arrived), state
+
+        arrived, state = self._scan(step, (begun, state), first, self.group - 1)
+        return visit(state, arrived, self._source(me, self.group - 1), False)
+
+    Circle.visit_all = visit_all
+
+
+def table(rows: list[Row], platform: str) -> Table:
+    """One line for each program."""
+    near = "VMEM" if platform == "tpu" else "shared / registers / spills"
+    shown = Table(box=rich.box.SIMPLE_HEAD)
+    for title in ("case", "target", "pass", "compiled", "seconds", "GiB of a device", "permutes async"):
+        shown.add_column(title, justify="left" if title in ("case", "target", "pass") else "right")
+    shown.add_column("in hop loops: beside a kernel / dots / all", justify="right")
+    shown.add_column("copied per hop", justify="right")
+    shown.add_column(f"kernels: {near}", justify="right")
+    for row in rows:
+        cells = [row.case, row.target, row.part, "yes" if row.compiled else "NO"]
+        if row.compiled:
+            assert row.device_bytes is not None
+            limit = target_named(row.target).memory_bytes / GIB
+            hidden = f"{row.hop_permutes_hidden_by_kernel} / {row.hop_permutes_hidden_by_dots} / {row.hop_permutes}"
+            cells += [
+                f"{row.seconds:.1f}",
+                f"{row.device_bytes / GIB:.2f} of {limit:.0f}",
+                f"{row.permutes_async} / {row.permutes}",
+                hidden,
+                f"{row.copied_bytes / 2**20:.1f} MiB",
+                _kernels_cell(row),
+            ]
+        shown.add_row(*cells)
+    return shown
+
+
+def _kernels_cell(row: Row) -> str:
+    if row.kernel_bytes is None:
+        return "not told" if row.kernels else "no kernel"
+    whose = f"{len(row.kernels)}: " if row.kernels else "XLA's: "
+    if row.registers is None:
+        return f"{whose}{row.kernel_bytes / 2**20:.1f} MiB"
+    return f"{whose}{row.kernel_bytes / 1024:.0f} KiB / {row.registers} / {row.spilled_bytes} B"
+
+
+def compile_apart(row: Row, options: argparse.Namespace) -> Row:
+    """`measure` in a new process, which may die without harm."""
+    asked = {"row": dataclasses.asdict(row), "implementation": options.implementation, "broken": options.broken}
+    command = [sys.executable, __file__, options.platform, "--worker", json.dumps(asked)]
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, check=False)
+    if done.returncode:
+        row.error = f"the process ended with {done.returncode}: {done.stderr[-2000:]}"
+        return row
+    return Row(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("platform", choices=("tpu", "cuda"))
+    parser.add_argument("--case", choices=CASES, action="append", help="one of the cases; all by default")
+    parser.add_argument("--target", action="append", help="instead of those of the case, such as v5e:2x2 or H100")
+    parser.add_argument("--pass", dest="part", choices=("forward", "gradient"), help="both by default")
+    parser.add_argument("--implementation", choices=("xla", "pallas"), help="what ringjax chooses by default")
+    parser.add_argument(
+        "--broken", choices=("no-cost", "late-permute"), help="compile a worse program: a check must fail"
+    )
+    parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        asked = json.loads(options.worker)
+        if asked["broken"]:
+            break_(asked["broken"])
+        print(json.dumps(dataclasses.asdict(measure(Row(**asked["row"]), asked["implementation"]))))
+        return
+
+    console = Console(width=None if sys.stdout.isatty() else 180)
+    rows = []
+    for name in options.case or CASES:
+        case = CASES[name]
+        console.print(f"{name}: {case.about}")
+        for target in options.target or case.targets[options.platform]:
+            for part in case.passes:
+                if options.part in (None, part):
+                    row = compile_apart(Row(name, target, part), options)
+                    took = f"{row.seconds:.0f} s" if row.compiled else "failed"
+                    console.print(f"  {target} {part}: {took}", highlight=False)
+                    rows.append(row)
+    console.print(table(rows, options.platform))
+    if options.json:
+        options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    failed = False
+    for row in rows:
+        for failure in row.failures(needs_kernel=options.implementation == "pallas"):
+            failed = True
+            console.print(f"FAILED {row.case} {row.target} {row.part}: {failure}", style="red", highlight=False)
+    if failed:
+        sys.exit(1)
+    console.print("All checks hold.")
+
+
+if __name__ == "__main__":
+    main()
