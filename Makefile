@@ -6,7 +6,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo ring test test-slow lint types doctest bench bench-ring million clean
+.PHONY: demo ring test test-slow lint types doctest bench bench-ring million aot-tpu aot-cuda clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
@@ -41,6 +41,13 @@ bench-ring: $(VENV)/ready .peer/ready
 million: $(VENV)/ready
 	$(BIN)/python benchmarks/million.py
 
+# rings compiled by the compilers of accelerators, without the accelerators; each compiler lives in an environment of its own
+aot-tpu: .venv-aot-tpu-$(VERSION)/ready
+	.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot.py tpu $(AOT)
+
+aot-cuda: .venv-aot-cuda-$(VERSION)/ready
+	TF_CPP_MIN_LOG_LEVEL=2 .venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot.py cuda $(AOT)
+
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
@@ -54,6 +61,17 @@ $(VENV)/ready: pyproject.toml
 
 .peer/ready: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet --no-deps --target .peer ringattention==0.1.2 einops
+	touch $@
+
+.venv-aot-tpu-$(VERSION)/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -e . 'jax[tpu]'
+	touch $@
+
+# the compiler and ptxas only: none of CUDA's libraries
+.venv-aot-cuda-$(VERSION)/ready: pyproject.toml
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet -e . 'jax[cuda12-local]' nvidia-cuda-nvcc-cu12
 	touch $@
 
 clean:

@@ -1,0 +1,286 @@
+"""Rehearsals without a compiler: targets as values, walks through grids, schedules and resources read from text."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from ringjax.rehearse.compile import neighbour_cycle
+from ringjax.rehearse.resources import KernelResources, kernel_resources, parse_launches, parse_ptxas
+from ringjax.rehearse.schedule import parse, schedule
+from ringjax.rehearse.targets import CUDA_TARGETS, TpuTarget, target_named
+
+TPU_LOOP = """HloModule jit_ring, is_scheduled=true, num_partitions=8
+
+%fused_add (param_0: s32[]) -> s32[] {
+  %param_0 = s32[]{:T(128)} parameter(0)
+  ROOT %add.1 = s32[]{:T(128)} add(%param_0, %param_0)
+}
+
+%body (carry: (s32[], bf16[2,8,512,128], f32[8,512,128])) -> (s32[], bf16[2,8,512,128], f32[8,512,128]) {
+  %carry = (s32[]{:T(128)}, bf16[2,8,512,128]{3,2,1,0:T(8,128)(2,1)}, f32[8,512,128]{2,1,0:T(8,128)S(1)}) parameter(0)
+  %hop = s32[]{:T(128)} get-tuple-element(%carry), index=0
+  %cargo = bf16[2,8,512,128]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%carry), index=1
+  %copy.1 = bf16[2,8,512,128]{3,2,1,0:T(8,128)(2,1)} copy(%cargo)
+  %permute-start = (bf16[2,8,512,128]{3,2,1,0}, bf16[2,8,512,128]{3,2,1,0}, u32[]{:S(2)}, /*index=3*/u32[]{:S(2)}) \
+collective-permute-start(%copy.1), channel_id=1, source_target_pairs={{0,1},{1,0}}
+  %meet_forward.3 = f32[8,512,128]{2,1,0:T(8,128)} custom-call(%cargo), custom_call_target="tpu_custom_call", \
+backend_config={"custom_call_config":{"body":"TUzv"},"used_scoped_memory_configs":\
+[{"memory_space":"1","offset":"0","size":"3915776"},{"memory_space":"2","offset":"0","size":"64"}]}
+  %permute-done = bf16[2,8,512,128]{3,2,1,0} collective-permute-done(%permute-start)
+  %next = s32[]{:T(128)} fusion(%hop), kind=kLoop, calls=%fused_add
+  ROOT %tuple.1 = (s32[]{:T(128)}, bf16[2,8,512,128]{3,2,1,0}, f32[8,512,128]{2,1,0}) tuple(%next, %permute-done, \
+%meet_forward.3)
+}
+
+%condition (carry.1: (s32[], bf16[2,8,512,128], f32[8,512,128])) -> pred[] {
+  %carry.1 = (s32[]{:T(128)}, bf16[2,8,512,128]{3,2,1,0}, f32[8,512,128]{2,1,0}) parameter(0)
+  ROOT %less = pred[]{:T(512)} constant(true)
+}
+
+ENTRY %main (q: bf16[2,8,512,128]) -> (s32[], bf16[2,8,512,128], f32[8,512,128]) {
+  %q = bf16[2,8,512,128]{3,2,1,0} parameter(0)
+  %rows = bf16[2,8,512,128]{3,2,1,0} negate(%q)
+  %first-start = (bf16[2,8,512,128]{3,2,1,0}, bf16[2,8,512,128]{3,2,1,0}) collective-permute-start(%rows)
+  %first-done = bf16[2,8,512,128]{3,2,1,0} collective-permute-done(%first-start)
+  %start = (s32[], bf16[2,8,512,128]{3,2,1,0}, f32[8,512,128]{2,1,0}) tuple(%first-done)
+  ROOT %loop = (s32[], bf16[2,8,512,128]{3,2,1,0}, f32[8,512,128]{2,1,0}) while(%start), condition=%condition, \
+body=%body, backend_config={"known_trip_count":{"n":"7"}}
+}
+"""
+
+
+def late(text):
+    """The same loop, with the kernel before the message instead of beside it."""
+    kernel = next(line for line in text.splitlines() if "meet_forward.3 =" in line)
+    moved = text.replace(kernel + "\n", "")
+    return re.sub(r"(?m)^  %permute-start =", kernel + r"\n\g<0>", moved)
+
+
+def test_kernel_between_start_and_done_of_a_hop_loop():
+    read = schedule(TPU_LOOP)
+    hop, first = read.permutes
+    assert (hop.name, hop.computation, hop.in_hop_loop) == ("permute-start", "body", True)
+    assert (hop.is_async, hop.between, hop.names) == (True, "kernel", ("meet_forward.3",))
+    assert hop.bytes == 2 * 8 * 512 * 128 * 2
+    assert (first.name, first.in_hop_loop, first.is_async, first.between) == ("first-start", False, True, "nothing")
+    assert read.in_hop_loops == read.hidden() == (hop,)
+    assert read.num_async == 2
+    assert read.copied_bytes == hop.bytes
+    assert [(kernel.name, kernel.vmem_bytes) for kernel in read.kernels] == [("meet_forward", 3915776)]
+    assert read.vmem_bytes == 3915776
+
+
+def test_kernel_before_the_message_hides_nothing():
+    read = schedule(late(TPU_LOOP))
+    (hop,) = read.in_hop_loops
+    assert (hop.is_async, hop.between, hop.names) == (True, "nothing", ())
+    assert read.hidden(("kernel", "dots")) == ()
+
+
+KERNEL = 'custom-call(%x), custom_call_target="tpu_custom_call"'
+
+
+@pytest.mark.parametrize(
+    ("call", "called", "work"),
+    [
+        ("while(%cargo), condition=%condition, body=%inner", KERNEL, "kernel"),
+        ("conditional(%hop, %cargo, %cargo), branch_computations={%fused_add, %inner}", "dot(%x, %x)", "dots"),
+        ("conditional(%hop, %cargo), true_computation=%inner, false_computation=%fused_add", "dot(%x, %x)", "dots"),
+        ("fusion(%cargo), kind=kOutput, calls=%inner", "convolution(%x, %x), dim_labels=bf_io->bf", "dots"),
+        ("fusion(%cargo), kind=kLoop, calls=%inner", "negate(%x)", "nothing"),
+        ('custom-call(%cargo), custom_call_target="__cublas$gemm"', "negate(%x)", "dots"),
+        ('custom-call(%cargo), custom_call_target="AllocateBuffer"', "negate(%x)", "nothing"),
+    ],
+)
+def test_work_is_found_in_what_is_called(call, called, work):
+    inner = f"%inner (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n  ROOT %y = f32[8] {called}\n}}\n\n"
+    line = next(line for line in TPU_LOOP.splitlines() if "meet_forward.3 =" in line)
+    text = TPU_LOOP.replace(line, f"  %meet_forward.3 = f32[8] {call}").replace("%fused_add (", inner + "%fused_add (")
+    (hop,) = schedule(text).in_hop_loops
+    assert hop.between == work
+
+
+def test_message_that_is_no_pair_is_synchronous():
+    text = re.sub(r"(?m)^  %permute-start =.*\n", "", TPU_LOOP)
+    text = text.replace("collective-permute-done(%permute-start)", "collective-permute(%copy.1)")
+    (hop,) = schedule(text).in_hop_loops
+    assert (hop.is_async, hop.between) == (False, "nothing")
+
+
+CUDA_LOOP = """HloModule jit_ring, is_scheduled=true
+
+%body.1 (p: (s32[], bf16[4,8], f32[2,8])) -> (s32[], bf16[4,8], f32[2,8]) {
+  %p = (s32[], bf16[4,8]{1,0}, f32[2,8]{1,0}) parameter(0)
+  %a = bf16[4,8]{1,0} get-tuple-element(%p), index=1
+  %b = f32[2,8]{1,0} get-tuple-element(%p), index=2
+  %send = ((bf16[4,8]{1,0}, f32[2,8]{1,0}), (bf16[4,8]{1,0}, f32[2,8]{1,0})) collective-permute-start(%a, %b), \
+backend_config={"collective_backend_config":{"is_sync":false}}
+  %pallas_call.5 = bf16[4,8]{1,0} custom-call(%a), custom_call_target="__gpu$xla.gpu.triton", \
+backend_config={grid_x = 8 : i32, ir = "ML\\EFR({", name = "meet_forward", num_warps = 4 : i32}
+  %sent = (bf16[4,8]{1,0}, f32[2,8]{1,0}) collective-permute-done(%send)
+  ROOT %t = (s32[], bf16[4,8], f32[2,8]) tuple(%sent, %pallas_call.5)
+}
+
+ENTRY %main (q: (s32[], bf16[4,8], f32[2,8])) -> (s32[], bf16[4,8], f32[2,8]) {
+  %q = (s32[], bf16[4,8], f32[2,8]) parameter(0)
+  ROOT %loop = (s32[], bf16[4,8], f32[2,8]) while(%q), condition=%c, body=%body.1
+}
+"""
+
+
+def test_messages_that_cuda_sends_together():
+    (hop,) = schedule(CUDA_LOOP).permutes
+    assert (hop.is_async, hop.in_hop_loop, hop.between, hop.bytes) == (True, True, "kernel", 64 + 64)
+    assert [kernel.name for kernel in schedule(CUDA_LOOP).kernels] == ["meet_forward"]
+    assert schedule(CUDA_LOOP).vmem_bytes is None
+
+
+def test_pair_that_cuda_calls_synchronous():
+    (hop,) = schedule(CUDA_LOOP.replace('"is_sync":false', '"is_sync":true')).permutes
+    assert (hop.is_async, hop.between) == (False, "nothing")
+
+
+def test_message_wrapped_in_an_async_pair():
+    wrapped = "%wrapped (x: bf16[4,8]) -> bf16[4,8] {\n  %x = bf16[4,8] parameter(0)\n"
+    wrapped += "  ROOT %inside = bf16[4,8] collective-permute(%x)\n}\n\n"
+    text = CUDA_LOOP.replace("collective-permute-start(%a, %b)", "async-start(%a), calls=%wrapped")
+    text = text.replace("collective-permute-done", "async-done").replace("%body.1 (", wrapped + "%body.1 (")
+    (hop,) = schedule(text).permutes
+    assert (hop.name, hop.is_async, hop.in_hop_loop, hop.between) == ("send", True, True, "kernel")
+
+
+def test_loop_that_sends_what_it_made_is_no_hop_loop():
+    text = CUDA_LOOP.replace("get-tuple-element(%p), index=1", "negate(%p)").replace("(%a, %b)", "(%a)")
+    (permute,) = schedule(text).permutes
+    assert (permute.in_hop_loop, permute.between) == (False, "kernel")
+
+
+def test_order_of_an_unscheduled_program_means_nothing():
+    with pytest.raises(ValueError, match="scheduled"):
+        schedule(TPU_LOOP.replace("is_scheduled=true, ", ""))
+
+
+def test_parse_keeps_order_and_operands():
+    body = parse(TPU_LOOP)["body"]
+    assert [x.opcode for x in body[3:7]] == [
+        "copy", "collective-permute-start", "custom-call", "collective-permute-done",
+    ]  # fmt: skip
+    assert body[4].operands == ("copy.1",)
+    assert parse(TPU_LOOP)["main"][-1].callees == ("condition", "body")
+
+
+PTXAS = """ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function 'meet_forward' for 'sm_90a'
+ptxas info    : Function properties for meet_forward
+    16 bytes stack frame, 24 bytes spill stores, 20 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 16 bytes cumulative stack size, 512 bytes smem
+ptxas info    : Compile time = 66.185 ms
+ptxas info    : Compiling entry function 'loop_add_fusion' for 'sm_90a'
+ptxas info    : Function properties for loop_add_fusion
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 8 registers, used 0 barriers
+"""
+LAUNCHES = """001: kCopy         [source       | next=004 (3)] kCopy
+002: kCustomKernel [source       | next=004 (2)] meet_forward grid: [8, 32, 1] threads: [128, 2, 1]  \
+shared_memory: 32768 bytes
+004: kWhile        [prev=003 (1) | sink        ]
+    013: kCustomKernel [prev=012 (1) | sink ] loop_add_fusion grid: [1, 1, 1] threads: [1, 1, 1]  shared_memory: 0 bytes
+"""
+
+
+def test_registers_and_spills_of_each_kernel():
+    first, second = parse_ptxas(PTXAS)
+    assert first == KernelResources("meet_forward", 255, 24 + 20, None, 512)
+    assert second == KernelResources("loop_add_fusion", 8, 0, None, 0)
+
+
+def test_threads_and_shared_memory_of_each_launch():
+    assert parse_launches(LAUNCHES) == {"meet_forward": (256, 32768), "loop_add_fusion": (1, 0)}
+
+
+def test_kernels_of_a_folder(tmp_path, monkeypatch):
+    (tmp_path / "m.thunk_sequence.txt").write_text(LAUNCHES)
+    (tmp_path / "m.1.ptx").write_text(".visible .entry meet_forward(\n)")
+    (tmp_path / "m.2.ptx").write_text(".visible .entry loop_add_fusion(\n)")
+    asked = []
+    report = re.split(r"(?=ptxas info    : Compiling)", PTXAS)
+
+    def ptxas(path, architecture):
+        asked.append((path.name, architecture))
+        return report[1] if path.name == "m.1.ptx" else report[2]
+
+    monkeypatch.setattr("ringjax.rehearse.resources._ptxas", ptxas)
+    (kernel,) = kernel_resources(tmp_path, "sm_90a", ["meet_forward"])
+    assert kernel == KernelResources("meet_forward", 255, 44, 256, 512 + 32768)
+    assert asked == [("m.1.ptx", "sm_90a")]
+    assert len(kernel_resources(tmp_path, "sm_90a")) == 2
+    with pytest.raises(FileNotFoundError, match="no_such"):
+        kernel_resources(tmp_path, "sm_90a", ["no_such"])
+
+
+@pytest.mark.parametrize(
+    "grid", [(2, 4), (4, 2), (4, 4), (2, 2, 2), (3, 4), (4, 3), (2, 3, 3), (3, 3, 2), (1, 8, 2), (2,)]
+)
+def test_neighbour_cycle_visits_all_places_by_single_steps(grid):
+    places = neighbour_cycle(grid)
+    assert len(places) == len(set(places)) > 0
+    assert {len(place) for place in places} == {len(grid)}
+    assert [max(axis) + 1 for axis in zip(*places, strict=True)] == list(grid)
+    steps = [
+        sum(abs(a - b) for a, b in zip(here, there, strict=True))
+        for here, there in zip(places, places[1:] + places[:1], strict=True)
+    ]
+    assert set(steps) == {1}
+
+
+def test_odd_grid_has_no_cycle():
+    with pytest.raises(ValueError, match=r"`grid`.*\(3, 3\)"):
+        neighbour_cycle((3, 3))
+
+
+def test_tpu_targets():
+    target = target_named("v5p:2x2x2")
+    assert (target.grid, target.devices, target.platform) == ((2, 2, 2), 8, "tpu")
+    assert TpuTarget("v5e:4x4").memory_bytes == 16 * 2**30
+    for wrong in ("v1:2x2", "v5e", "v5e:2by4", "H1000"):
+        with pytest.raises(ValueError, match="`topology`"):
+            target_named(wrong)
+
+
+FIELD = re.compile(r"(\w+): (\"[^\"]*\"|[\w.]+)")
+
+
+@pytest.mark.parametrize("name", CUDA_TARGETS)
+def test_cuda_description_says_what_the_facts_say(name):
+    target = target_named(name)
+    facts, text = target.facts, target.description()
+    said = dict(FIELD.findall(text))
+    assert said["core_count"] == str(facts.multiprocessors)
+    assert int(said["shared_memory_per_block_optin"]) == int(said["shared_memory_per_core"]) - 1024
+    assert int(said["device_memory_size"]) == facts.memory_bytes == target.memory_bytes
+    assert (int(said["major"]), int(said["minor"])) == facts.capability
+    assert said["device_description_str"] == said["name"] == f'"{facts.product}"'
+    assert text.count("{") == text.count("}") == 3
+    assert (
+        len(FIELD.findall(text.partition("platform_name")[0])) == len(set(FIELD.findall(text))) - 2
+    )  # none is said twice
+
+
+def test_cuda_architectures():
+    assert {name: target.architecture for name, target in CUDA_TARGETS.items()} == {
+        "A100": "sm_80", "H100": "sm_90a", "B200": "sm_100a",
+    }  # fmt: skip
+    assert {target.topology for target in CUDA_TARGETS.values()} == {"1x1x8"}
+
+
+def test_importing_starts_no_backend_and_needs_no_compiler():
+    code = (
+        "import os, sys; before = dict(os.environ)\n"
+        "import ringjax.rehearse.compile, ringjax.rehearse.resources, ringjax.rehearse.schedule\n"
+        "assert dict(os.environ) == before and not {'libtpu', 'jax_cuda12_plugin'} & set(sys.modules)\n"
+        "import jax\n"
+        "jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"  # only before a backend starts
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
