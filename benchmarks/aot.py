@@ -116,9 +116,11 @@ class Row:
         return found
 
 
-def measure(row: Row, implementation: str | None) -> Row:
+def measure(row: Row, implementation: str | None, with_options: bool) -> Row:
     """Compiles one program and reads what it says."""
     target = target_named(row.target)
+    if not with_options:
+        target = dataclasses.replace(target, options=())
     workload = dataclasses.replace(CASES[row.case].workload, implementation=implementation)
     with tempfile.TemporaryDirectory() as folder:
         dump_to = folder if isinstance(target, CudaTarget) else None
@@ -231,7 +233,12 @@ def _kernels_cell(row: Row) -> str:
 
 def compile_apart(row: Row, options: argparse.Namespace) -> Row:
     """`measure` in a new process, which may die without harm."""
-    asked = {"row": dataclasses.asdict(row), "implementation": options.implementation, "broken": options.broken}
+    asked = {
+        "row": dataclasses.asdict(row),
+        "implementation": options.implementation,
+        "broken": options.broken,
+        "with_options": not options.without_options,
+    }
     command = [sys.executable, __file__, options.platform, "--worker", json.dumps(asked)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, check=False)
     if done.returncode:
@@ -257,7 +264,9 @@ def main() -> None:
         asked = json.loads(options.worker)
         if asked["broken"]:
             break_(asked["broken"])
-        print(json.dumps(dataclasses.asdict(measure(Row(**asked["row"]), asked["implementation"]))))
+        print(
+            json.dumps(dataclasses.asdict(measure(Row(**asked["row"]), asked["implementation"], asked["with_options"])))
+        )
         return
 
     console = Console(width=None if sys.stdout.isatty() else 180)
@@ -273,6 +282,9 @@ def main() -> None:
                     console.print(f"  {target} {part}: {took}", highlight=False)
                     rows.append(row)
     console.print(table(rows, options.platform))
+    for name in dict.fromkeys(row.target for row in rows):
+        if target_named(name).options and not options.without_options:
+            console.print(f"{name}: with {dict(target_named(name).options)}", highlight=False)
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     failed = False

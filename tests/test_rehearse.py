@@ -157,6 +157,31 @@ def test_loop_that_sends_what_it_made_is_no_hop_loop():
     assert (permute.in_hop_loop, permute.between) == (False, "kernel")
 
 
+@pytest.mark.parametrize(("result", "is_hop_loop"), [("%x0, %x1", True), ("%x0, %y", False), ("%x1, %x0", False)])
+def test_cargo_is_followed_through_barriers_and_loops_that_leave_it(result, is_hop_loop):
+    inner = f"""%inner (x: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
+  %x = (s32[], bf16[4,8]) parameter(0)
+  %x0 = s32[] get-tuple-element(%x), index=0
+  %x1 = bf16[4,8] get-tuple-element(%x), index=1
+  %y = bf16[4,8] negate(%x1)
+  ROOT %r = (s32[], bf16[4,8]) tuple({result})
+}}
+
+"""
+    through = """  %given = (s32[], bf16[4,8]) tuple(%b, %a)
+  %worked = (s32[], bf16[4,8]) while(%given), condition=%c, body=%inner
+  %waited = (s32[], bf16[4,8]) opt-barrier(%worked)
+  %cargo = bf16[4,8] get-tuple-element(%waited), index=1
+  %send ="""
+    text = (
+        CUDA_LOOP.replace("  %send =", through)
+        .replace("(%a, %b)", "(%cargo)")
+        .replace("%body.1 (", inner + "%body.1 (")
+    )
+    (permute,) = schedule(text).permutes
+    assert permute.in_hop_loop == is_hop_loop
+
+
 def test_order_of_an_unscheduled_program_means_nothing():
     with pytest.raises(ValueError, match="scheduled"):
         schedule(TPU_LOOP.replace("is_scheduled=true, ", ""))

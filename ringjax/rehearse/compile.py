@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import time
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -18,7 +18,7 @@ from jax import Array
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding
 
-from ringjax.attention import Implementation, dilated_attention
+from ringjax.attention import dilated_attention
 from ringjax.devices import Ring
 from ringjax.pattern import DilationPattern
 from ringjax.rehearse.targets import CudaTarget, Target, TpuTarget
@@ -46,7 +46,7 @@ class Workload:
     dtype: str = "bfloat16"
     is_causal: bool = True
     layout: str = "zigzag"
-    implementation: Implementation | None = None
+    implementation: Literal["xla", "pallas"] | None = None
 
 
 class Rehearsal(NamedTuple):
@@ -75,7 +75,7 @@ def rehearse(target: Target, workload: Workload, is_gradient: bool, dump_to: str
     mesh = ring_mesh(target)
     lowered = _lowered(mesh, workload, is_gradient)
     begin = time.perf_counter()
-    compiled = lowered.compile(compiler_options={"xla_dump_to": dump_to} if dump_to else None)
+    compiled = lowered.compile(compiler_options=dict(target.options) | ({"xla_dump_to": dump_to} if dump_to else {}))
     return Rehearsal(compiled, time.perf_counter() - begin)
 
 

@@ -28,13 +28,14 @@ _NAME = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
 _CALLEES = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_INDEX = re.compile(r"\bindex=(\d+)")
 _KERNEL_NAME = re.compile(r', name = "([^"]*)"')
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _VMEM = re.compile(r'"used_scoped_memory_configs":(\[[^\]]*\])')
 _DOTS = ("dot", "convolution")
-_MOVES = ("copy", "get-tuple-element", "bitcast", "copy-start", "copy-done", "opt-barrier")
+_MOVES = ("copy", "bitcast", "copy-start", "copy-done")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Instruction:
     target: str  # of a custom call
     shape: str
     rest: str  # attributes
+    is_root: bool  # whether it is the result
 
 
 Program = dict[str, list[Instruction]]
@@ -137,7 +139,7 @@ def schedule(text: str) -> Schedule:
         if name in called_async:
             continue
         sent = [(at, x) for at, x in enumerate(lines) if _sends(x, program)]
-        copies = [_copies(operand, lines) for _, x in sent for operand in x.operands]
+        copies = [_copies(operand, lines, program) for _, x in sent for operand in x.operands]
         carried = [size for size in copies if size is not None]
         is_hop_loop = bool(carried) and name in bodies
         permutes += [_permute(at, name, program, is_hop_loop) for at, _ in sent]
@@ -184,6 +186,7 @@ def _instruction(line: str) -> Instruction | None:
         target=target[1] if target else "",
         shape=line[named.end() : shape_end],
         rest=rest,
+        is_root=named[1] is not None,
     )
 
 
@@ -234,7 +237,7 @@ def _work(x: Instruction, program: Program) -> Work:
     return "kernel" if "kernel" in inside else "dots" if "dots" in inside else "nothing"
 
 
-def _copies(name: str, lines: list[Instruction]) -> int | None:
+def _copies(name: str, lines: list[Instruction], program: Program) -> int | None:
     """The bytes that are copied of what a loop carries before it is sent; None if something else is sent."""
     by_name = {line.name: line for line in lines}
     copied = 0
@@ -242,11 +245,38 @@ def _copies(name: str, lines: list[Instruction]) -> int | None:
         x = by_name[name]
         if x.opcode == "parameter":
             return copied
-        if x.opcode not in _MOVES or not x.operands:
+        if x.opcode == "get-tuple-element":
+            name = _element(x, by_name, program)
+        elif x.opcode in _MOVES:
+            copied += _bytes(x.shape) if x.opcode in ("copy", "copy-start") else 0
+            name = x.operands[0]
+        else:
             return None
-        copied += _bytes(x.shape) if x.opcode in ("copy", "copy-start") else 0
-        name = x.operands[0]
     return None
+
+
+def _element(x: Instruction, by_name: dict[str, Instruction], program: Program) -> str:
+    """The name of what an element of a tuple was before, seen through barriers and loops that leave it as it is."""
+    index, whole = _index(x), by_name[x.operands[0]]
+    while whole.opcode == "opt-barrier" or (whole.opcode == "while" and _leaves(whole, index, program)):
+        whole = by_name[whole.operands[0]]
+    return whole.operands[index] if whole.opcode == "tuple" else whole.name
+
+
+def _leaves(loop: Instruction, index: int, program: Program) -> bool:
+    """Whether a loop gives an element of what it carries back unchanged."""
+    (body,) = (program.get(name, []) for name in _BODY.findall(loop.rest))
+    by_name = {line.name: line for line in body}
+    for root in (line for line in body if line.is_root and line.opcode == "tuple"):
+        last = by_name.get(root.operands[index])
+        if last and last.opcode == "get-tuple-element" and _index(last) == index:
+            return by_name[last.operands[0]].opcode == "parameter"
+    return False
+
+
+def _index(x: Instruction) -> int:
+    found = _INDEX.search(x.rest)
+    return int(found[1]) if found else 0
 
 
 def _kernel_name(x: Instruction) -> str:

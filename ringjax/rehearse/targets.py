@@ -33,6 +33,7 @@ class TpuTarget:
 
     Args:
         topology: Generation and grid, such as ``"v5e:2x4"`` or ``"v5p:2x2x2"``.
+        options: XLA options that differ from the compiler's own.
 
     Raises:
         ValueError: If the generation is not known, or the grid is not numbers with ``x`` between them.
@@ -43,6 +44,7 @@ class TpuTarget:
     """
 
     topology: str
+    options: tuple[tuple[str, str], ...] = ()
     platform: Literal["tpu"] = "tpu"
 
     def __post_init__(self) -> None:
@@ -133,11 +135,20 @@ _CUDA_LIMITS: dict[str, int] = {
 
 @dataclasses.dataclass(frozen=True)
 class CudaTarget:
-    """Some GPUs of one kind in one machine, all linked with each other."""
+    """Some GPUs of one kind in one machine, all linked with each other.
+
+    Attributes:
+        name: What it is called here.
+        facts: Of one GPU.
+        devices: Number of GPUs.
+        options: XLA options that a ring needs and that the compiler does not set by itself on these GPUs. (To hide
+            messages behind work, it has a scheduler that it turns on only from Hopper on.)
+    """
 
     name: str
     facts: GpuFacts
     devices: int = 8
+    options: tuple[tuple[str, str], ...] = ()
     platform: Literal["cuda"] = "cuda"
 
     @property
@@ -202,6 +213,7 @@ CUDA_TARGETS = {
                 memory_bytes=80_000_000_000,
                 nvlinks=12,
             ),
+            options=(("xla_gpu_enable_latency_hiding_scheduler", "True"),),
         ),
         CudaTarget(
             "H100",
