@@ -46,7 +46,7 @@ aot-tpu: .venv-aot-tpu-$(VERSION)/ready
 	.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot.py tpu $(AOT)
 
 aot-cuda: .venv-aot-cuda-$(VERSION)/ready
-	TF_CPP_MIN_LOG_LEVEL=2 .venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot.py cuda $(AOT)
+	.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot.py cuda $(AOT)
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)

@@ -254,6 +254,7 @@ def main() -> None:
     parser.add_argument("--target", action="append", help="instead of those of the case, such as v5e:2x2 or H100")
     parser.add_argument("--pass", dest="part", choices=("forward", "gradient"), help="both by default")
     parser.add_argument("--implementation", choices=("xla", "pallas"), help="what ringjax chooses by default")
+    parser.add_argument("--without-options", action="store_true", help="leave out the XLA options of the targets")
     parser.add_argument(
         "--broken", choices=("no-cost", "late-permute"), help="compile a worse program: a check must fail"
     )
