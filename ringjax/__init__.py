@@ -1,6 +1,7 @@
 """ringjax: dilated (LongNet) attention for JAX."""
 
 from ringjax.attention import count_tiles, dilated_attention, ring_dilated_attention
+from ringjax.block.kernel import BlockSizes
 from ringjax.devices import Ring
 from ringjax.indices import CacheInfo, pattern_cache_clear, pattern_cache_info
 from ringjax.layout import from_layout, positions, to_layout
@@ -11,6 +12,7 @@ from ringjax.reference import reference_attention
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockSizes",
     "BranchPlan",
     "CacheInfo",
     "Coverage",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, get_args
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 
 from ringjax import joint
+from ringjax.block.backend import Backend, Implementation
+from ringjax.block.kernel import BlockSizes
 from ringjax.checks import AttentionShape, check_inputs
 from ringjax.devices import Ring, axes, check_ring_options
 from ringjax.geometry import StrategyName
@@ -23,8 +25,6 @@ from ringjax.layout import layout_for, layout_named
 from ringjax.manual import alike
 from ringjax.pattern import DilationPattern
 from ringjax.ring import AxisName
-
-Implementation = Literal["xla", "pallas"]
 
 
 def dilated_attention(
@@ -39,6 +39,7 @@ def dilated_attention(
     scale: float | None = None,
     ring: Ring | None = None,
     implementation: Implementation | None = None,
+    block_sizes: BlockSizes | None = None,
 ) -> Array:
     """Dilated self-attention, exact and linear in the length for patterns of constant work per token.
 
@@ -60,7 +61,10 @@ def dilated_attention(
         scale: Factor on the scores, ``1 / sqrt(H)`` by default.
         ring: The devices that share the sequence, or None for one device. All arrays are then in the ring's layout
             (`to_layout`), and stay sharded over it.
-        implementation: ``"xla"``, or None to let ringjax choose.
+        implementation: None for the kernels of the platform on which the program runs where they apply, and plain XLA
+            elsewhere (see `plan`); ``"xla"`` or ``"pallas"`` to insist; ``"interpret_tpu"`` and ``"interpret_gpu"``
+            interpret the kernels on any platform, slowly, to check them.
+        block_sizes: Rows per block of the kernels, or None for our choice.
 
     Returns:
         The attention (B, T, N, H) in the dtype of `query`; sums are taken in at least float32.
@@ -77,8 +81,7 @@ def dilated_attention(
         (1, 64, 4, 8)
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
-    _check_implementation(implementation)
-    config = Config(pattern, is_causal, shape.scale)
+    config = Config(pattern, is_causal, shape.scale, _backend(implementation, block_sizes))
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
     if ring is None:
@@ -92,7 +95,8 @@ def dilated_attention(
     def local(query: Array, key: Array, value: Array, *ids: Array) -> Array:
         return _on_ring(config, place, shape, query, key, value, ids[0] if ids else None)
 
-    return _sharded(ring, local, ring.spec(), query, key, value, ids)
+    is_checked = not config.backend.is_interpreted  # interpreted kernels lose track of what varies
+    return _sharded(ring, local, ring.spec(), query, key, value, ids, is_checked)
 
 
 def count_tiles(
@@ -129,7 +133,7 @@ def count_tiles(
     place = _checked_place(ring, query, key, value, segment_ids)
 
     def local(query: Array, key: Array, value: Array, *ids: Array) -> Array:
-        config = Config(pattern, is_causal, shape.scale)
+        config = Config(pattern, is_causal, shape.scale, Backend("xla"))
         given = _prepared(config, place, shape, query, key, value, ids[0] if ids else None)
         return joint.count_tiles(*given).reshape(1, 1, 1)
 
@@ -152,6 +156,7 @@ def ring_dilated_attention(
     strategy: StrategyName = "auto",
     memory_budget: int | None = None,
     implementation: Implementation | None = None,
+    block_sizes: BlockSizes | None = None,
 ) -> Array:
     """Dilated self-attention over a ring, for use inside your own `jax.shard_map`.
 
@@ -165,7 +170,8 @@ def ring_dilated_attention(
         head_axis: The mesh axis over which the heads are sharded, if any.
         segment_ids: This device's integers (B, T / p).
         seq_len: True length of the whole sequence.
-        is_causal, scale, implementation: As for `dilated_attention`.
+        is_causal, scale, implementation, block_sizes: As for `dilated_attention`; interpreted kernels need
+            `check_vma=False`.
         strategy, memory_budget: As for `Ring`.
 
     Returns:
@@ -188,7 +194,7 @@ def ring_dilated_attention(
     check_ring_options({"axis_name": axis_name, "head_axis": head_axis}, layout, strategy, memory_budget)
     ring_size, head_shards = _axis_size("axis_name", axis_name), _axis_size("head_axis", head_axis)
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
-    _check_implementation(implementation)
+    config = Config(pattern, is_causal, shape.scale, _backend(implementation, block_sizes))
     layout = layout_for(layout, ring_size)
     chunks = layout_named(layout).chunks
     if query.shape[1] % chunks:
@@ -196,7 +202,7 @@ def ring_dilated_attention(
             f"`query` length per device must be a multiple of {chunks} for layout {layout!r}, got {query.shape[1]}."
         )
     place = RingPlace(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards)
-    return _on_ring(Config(pattern, is_causal, shape.scale), place, shape, query, key, value, segment_ids)
+    return _on_ring(config, place, shape, query, key, value, segment_ids)
 
 
 def _on_one_device(
@@ -225,11 +231,13 @@ def _sharded(
     key: Array,
     value: Array,
     ids: Array | None,
+    check_vma: bool = True,
 ) -> Array:
     """`local` on each device's share of the arrays."""
     spec, given = ring.spec(), () if ids is None else (ids,)
     specs = (spec, spec, spec, *(PartitionSpec(*spec[:2]) for _ in given))
-    return jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=out_spec)(query, key, value, *given)
+    sharded = jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=out_spec, check_vma=check_vma)
+    return sharded(query, key, value, *given)
 
 
 def _on_ring(
@@ -289,8 +297,11 @@ def _axis_size(name: str, value: AxisName | None) -> int:
         raise ValueError(f"`{name}` must name axes of the `shard_map` around the call, got {axes(value)}.") from None
 
 
-def _check_implementation(implementation: Implementation | None) -> None:
+def _backend(implementation: Implementation | None, block_sizes: BlockSizes | None) -> Backend:
     if implementation is not None and implementation not in get_args(Implementation):
         raise ValueError(f"`implementation` must be None or one of {get_args(Implementation)}, got {implementation!r}.")
-    if implementation == "pallas":
-        raise NotImplementedError('`implementation="pallas"` is not there yet; "xla" runs on every platform.')
+    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
+        raise ValueError(f"`block_sizes` must be a BlockSizes, got {type(block_sizes).__name__}.")
+    if block_sizes is not None and implementation == "xla":
+        raise ValueError('`block_sizes` must be None with `implementation="xla"`, which has no kernels.')
+    return Backend(implementation, block_sizes)

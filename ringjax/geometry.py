@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ringjax.block.sizes import QUERY_ROWS, walk_sizes, ring_query_rows
+from ringjax.block.sizes import QUERY_ROWS, ring_query_rows, walk_sizes
 from ringjax.indices import frozen
 from ringjax.layout import layout_named
 from ringjax.pattern import Branch, DilationPattern, selected_before

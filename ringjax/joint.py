@@ -16,7 +16,8 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ringjax import softmax
-from ringjax.block import hops, xla
+from ringjax.block import hops, local, xla
+from ringjax.block.backend import Backend, Case, Kernels, case_of
 from ringjax.geometry import Request, StrategyName
 from ringjax.indices import PartTable
 from ringjax.journey import Cargo, Journey, Shard
@@ -51,6 +52,7 @@ class Config:
     pattern: DilationPattern
     is_causal: bool
     scale: float
+    backend: Backend
     ring: RingPlace | None = None
     seq_len: int | None = None  # of the whole sequence, where it is shorter than what is stored
 
@@ -108,6 +110,7 @@ class Config:
             self.is_causal,
             self.scale,
             self.divisor,
+            self.backend,
         )
 
     def _for_heads(self, table: Table, query: Array) -> Table:
@@ -139,7 +142,7 @@ def attention(config: Config, query: Array, key: Array, value: Array, ids: Array
 
 
 def count_tiles(config: Config, query: Array, key: Array, value: Array, ids: Array | None) -> Array:
-    """How many tiles of scores this device computes, counted while it does."""
+    """How many tiles of scores this device computes, counted while it does, in plain XLA."""
     shard = Shard(query, key, value, ids)
     local = sum(xla.tiles(table, config.options(query)) for table in config.work(shard).tables)
     tiles: Array | None = jnp.full_like(query, local, shape=(), dtype=jnp.int32)
@@ -194,20 +197,21 @@ def _forward_pieces(
 
 
 def _forward_local(config: Config, work: Work, shard: Shard, merged: Partial) -> tuple[Partial, list[Array]]:
-    shapes = [x.shape for x in merged]
-    query = shard.query
     rows: list[Array] = []
+    options, keep = config.options(shard.query), config.pattern.mixing == "detached"
     for table in work.tables:
+
+        def by_xla(merged: Partial, table: PartTable = table) -> tuple[Partial, Array | None]:
+            views = Partial(*(segmented(x, table) for x in merged))
+            is_first = work.is_first(table)
+            new, own = xla.forward(_segmented(shard, table), views, table, options, is_first=is_first, keep_rows=keep)
+            return Partial(*(x.reshape(y.shape) for x, y in zip(new, merged, strict=True))), own
+
+        def by_kernel(kernels: Kernels, merged: Partial, table: PartTable = table) -> tuple[Partial, Array | None]:
+            return local.forward(kernels, local.Dense(*shard), merged, table, options, keep_rows=keep)
+
         with jax.named_scope(_name("branch", table)):
-            merged, own = xla.forward(
-                _segmented(shard, table),
-                Partial(*(segmented(x, table) for x in merged)),
-                table,
-                config.options(query),
-                is_first=work.is_first(table),
-                keep_rows=config.pattern.mixing == "detached",
-            )
-            merged = Partial(*(x.reshape(shape) for x, shape in zip(merged, shapes, strict=True)))
+            merged, own = config.backend.run(_case(shard, table), merged, by_xla, by_kernel)
             rows += [] if own is None else [own]
     return merged, rows
 
@@ -285,25 +289,31 @@ def _backward_local(
     grads: xla.Grads,
     rows: tuple[Array, ...],
 ) -> xla.Grads:
-    out, lse, dout = (to_bits(x) for x in joint)
-    rows = tuple(to_bits(x) for x in rows)
-    shapes = [x.shape for x in grads]
-    query = shard.query
+    options = config.options(shard.query)
     for number, table in enumerate(work.tables):
+        own = rows[number] if rows else None
+
+        def by_xla(grads: xla.Grads, table: PartTable = table, own: Array | None = own) -> xla.Grads:
+            out, lse, dout = (segmented(to_bits(x), table) for x in joint)
+            views = xla.Grads(*(segmented(x, table) for x in grads))
+            out = out if own is None else to_bits(own)
+            is_first = work.is_first(table)
+            given = _segmented(shard, table), out, lse, dout, views, table, options
+            sums = xla.backward(*given, is_first=is_first, own_rows=own is not None)
+            return xla.Grads(*(x.reshape(y.shape) for x, y in zip(sums, grads, strict=True)))
+
+        def by_kernel(
+            kernels: Kernels, grads: xla.Grads, table: PartTable = table, own: Array | None = own
+        ) -> xla.Grads:
+            return local.backward(kernels, local.Dense(*shard), own, *joint, grads, table, options)
+
         with jax.named_scope(_name("branch_grad", table)):
-            grads = xla.backward(
-                _segmented(shard, table),
-                rows[number] if rows else segmented(out, table),
-                segmented(lse, table),
-                segmented(dout, table),
-                xla.Grads(*(segmented(x, table) for x in grads)),
-                table,
-                config.options(query),
-                is_first=work.is_first(table),
-                own_rows=bool(rows),
-            )
-            grads = xla.Grads(*(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True)))
+            grads = config.backend.run(_case(shard, table), grads, by_xla, by_kernel)
     return grads
+
+
+def _case(shard: Shard, table: PartTable) -> Case:
+    return case_of(shard.query, table.rows, shard.query.shape[3], shard.ids)
 
 
 attention.defvjp(_attention_fwd, _attention_bwd)

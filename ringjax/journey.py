@@ -6,15 +6,15 @@ Legend: ``B`` batch, ``c`` rows of a shard, ``K`` key/value heads, ``G`` query h
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ringjax import softmax
-from ringjax.block import hops
-from ringjax.block.hops import KeyRows, Queries, Visits
+from ringjax.block import hops, meet
+from ringjax.block.backend import Backend, Case, case_of
+from ringjax.block.hops import KeyRows, Meeting, Queries, Visits
 from ringjax.block.walk import Walk
 from ringjax.layout import Layout
 from ringjax.plan import BranchPlan
@@ -51,6 +51,7 @@ class Journey:
     is_causal: bool
     scale: float
     divisor: int
+    backend: Backend
 
     @property
     def circle(self) -> Circle:
@@ -89,8 +90,7 @@ class Journey:
 
         def visit(found: hops.Found, keys: KeyRows, device: Array, is_own: bool) -> hops.Found:
             for pairs in self._visits(self._me, device, is_own):
-                walk = self._walk(pairs)
-                found = hops.forward(found, queries, keys, pairs, walk, self.scale, heads=len(self.rows.heads))
+                found = self._meet(found, queries, keys, pairs)
             return found
 
         empty = softmax.empty_like(jnp.zeros_like(queries.q, dtype=acc))
@@ -123,8 +123,7 @@ class Journey:
             sums: tuple[Array, Array], queries: Queries, keys: KeyRows, pairs: list[Visits]
         ) -> tuple[Array, Array]:
             for some in pairs:
-                step = functools.partial(hops.backward, scale=self.scale, divisor=self.divisor)
-                sums = step(*sums, queries, keys, some, self._walk(some), heads=len(self.rows.heads))
+                sums = self._meet_backward(sums, queries, keys, some)
             return sums
 
         def keys_come(dq: Array, dkv: Array, keys: KeyRows, device: Array, is_own: bool) -> tuple[Array, Array]:
@@ -142,6 +141,36 @@ class Journey:
             return self.circle.sum_all(keys, begun, dkv, dq, keys_come)
         dkv, dq = self.circle.sum_all(self.cargo(queries, keys), begun, dq, dkv, queries_come)
         return dq, dkv
+
+    def _meet(self, found: hops.Found, queries: Queries, keys: KeyRows, pairs: Visits) -> hops.Found:
+        """What the queries find in one visit, merged in."""
+        meeting = Meeting(queries, keys, pairs, self._walk(pairs), self.scale, self.divisor)
+        return self.backend.run(
+            self._case(queries),
+            found,
+            lambda found: hops.forward(found, meeting, len(self.rows.heads)),
+            lambda kernels, found: hops.Found(meet.forward(kernels, found.partial, meeting, self._full), found.tiles),
+        )
+
+    def _meet_backward(
+        self, sums: tuple[Array, Array], queries: Queries, keys: KeyRows, pairs: Visits
+    ) -> tuple[Array, Array]:
+        """The gradients of one visit, added."""
+        meeting = Meeting(queries, keys, pairs, self._walk(pairs), self.scale, self.divisor)
+        return self.backend.run(
+            self._case(queries),
+            sums,
+            lambda sums: hops.backward(sums, meeting, len(self.rows.heads)),
+            lambda kernels, sums: meet.backward(kernels, sums, meeting, self._full),
+        )
+
+    def _case(self, queries: Queries) -> Case:
+        return case_of(queries.q, self.rows.rows, self.group)
+
+    @property
+    def _full(self) -> Array:
+        """Rows of each head in a chunk; those that are not there are marked."""
+        return jnp.full((len(self.rows.heads),), self.rows.rows, jnp.int32)
 
     def add(self, grads: tuple[Array, ...], found: tuple[Array, Array]) -> tuple[Array, ...]:
         """The gradients of all rows with those of the selected rows added."""

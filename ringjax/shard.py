@@ -17,9 +17,12 @@ from jax import Array, lax
 
 from ringjax import softmax
 from ringjax.block.sizes import WalkSizes
+from ringjax.indices import PartTable
 from ringjax.pattern import selected_before
 from ringjax.select import Box, Columns, Picked
 from ringjax.softmax import Partial
+
+Rows = Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,6 +69,23 @@ class ShardRows:
     def nbytes(self) -> int:
         """Bytes of the arrays."""
         return self.heads.nbytes + self.offsets.nbytes + self.counts.nbytes
+
+    @classmethod
+    def of_part(cls, table: PartTable) -> ShardRows:
+        """The rows of a part of a branch that needs no other device: each of its segments is a chunk."""
+        return cls(
+            branch=table.branch,
+            segment_length=table.segment_length,
+            rate=table.rate,
+            chunks=table.segments,
+            chunk_length=table.segment_length,
+            rows=table.rows,
+            is_aligned=table.rows * table.rate == table.segment_length,
+            heads=table.heads,
+            offsets=table.offsets,
+            counts=table.counts,
+            sizes=table.sizes,
+        )
 
     def view(self, x: Array) -> Array:
         """An array (B, c, ...) with three axes, as the other methods want it: a reshape, to be done outside loops."""
@@ -144,19 +164,27 @@ class ShardRows:
         positions, exists = self._positions(starts[:, None, None], offsets[None], counts[None])
         return jnp.stack([jnp.where(exists, positions // self.segment_length, missing), positions], axis=-1)
 
-    def ranges(self, query_starts: Array, key_starts: Array, is_causal: bool) -> Array:
-        """The rows of one chunk that each query block of another may see: (pairs, heads, blocks, 2)."""
+    def ranges(self, query_starts: Array, key_starts: Array, is_causal: bool, first: Rows, end: Rows) -> Array:
+        """The rows of one chunk that each block of query rows of another may see: (pairs, heads, blocks, 2).
+
+        Args:
+            query_starts: Position at which the chunk of the queries starts, (pairs,).
+            key_starts: The same of the keys.
+            is_causal: Whether queries see only keys up to their position.
+            first: First row of each block, (blocks,).
+            end: Last row + 1 of each block.
+        """
         offsets, counts = (jnp.asarray(x)[None, :, None] for x in (self.offsets, self.counts))
-        first = jnp.arange(0, self.sizes.padded(self.rows), self.sizes.query, dtype=jnp.int32)[None, None, :]
+        first, end = (jnp.asarray(x)[None, None, :] for x in (first, end))
         query_starts, key_starts = query_starts[:, None, None], key_starts[:, None, None]
         before = self._before(query_starts, offsets, counts)
         own = self._before(query_starts + self.chunk_length, offsets, counts) - before  # rows of the query chunk
         w = self.segment_length
         low = self._position(before + first, offsets, counts) // w * w
-        last = self._position(before + jnp.minimum(first + self.sizes.query, own) - 1, offsets, counts)
+        last = self._position(before + jnp.minimum(end, own) - 1, offsets, counts)
         high = last + 1 if is_causal else (last // w + 1) * w
-        end = key_starts + self.chunk_length
-        rank = lambda x: self._before(jnp.clip(x, key_starts, end), offsets, counts)  # noqa: E731
+        key_end = key_starts + self.chunk_length
+        rank = lambda x: self._before(jnp.clip(x, key_starts, key_end), offsets, counts)  # noqa: E731
         ranges = jnp.stack([rank(low), rank(high)], axis=-1) - self._before(key_starts, offsets, counts)[..., None]
         exists = (first < own) & (counts > 0)
         return jnp.where(exists[..., None], ranges, 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax.numpy as jnp
 from jax import Array
 
@@ -71,6 +73,9 @@ def _by_position(
     pairs = [(a, b) for a in range(rows.chunks) for b in range(rows.chunks)]
     mine, theirs = (starts(rows, layout, ring_size, device) for device in (query_device, key_device))
     every = _full(*zip(*pairs, strict=True))
-    ranges = rows.ranges(mine[every.query], theirs[every.key], is_causal)
-    places = Places(rows.places(mine, missing=-1), rows.places(theirs, missing=-2), ranges)
-    return every._replace(is_needed=(ranges[..., 1] > ranges[..., 0]).any(axis=(1, 2)), places=places)
+    ranges = functools.partial(rows.ranges, mine[every.query], theirs[every.key], is_causal)
+    first = jnp.arange(0, rows.sizes.padded(rows.rows), rows.sizes.query, dtype=jnp.int32)
+    of_blocks = ranges(first, first + rows.sizes.query)
+    places = Places(rows.places(mine, missing=-1), rows.places(theirs, missing=-2), of_blocks)
+    is_needed = (of_blocks[..., 1] > of_blocks[..., 0]).any(axis=(1, 2))
+    return every._replace(is_needed=is_needed, places=places, ranges=ranges)

@@ -53,6 +53,7 @@ class Visits(NamedTuple):
         places: Where the rows stand, or None where their order says it all: `query` and `key` of all chunks and heads
             (C, heads, rows, 2), `ranges` of all visits and heads (visits, heads, blocks, 2).
         is_diagonal: Whether the chunks are the same, so that causality masks inside.
+        ranges: With places, gives `places.ranges` for blocks of rows of any first row and last row + 1.
     """
 
     query: Array
@@ -60,6 +61,18 @@ class Visits(NamedTuple):
     is_needed: Array | None = None
     places: Places | None = None
     is_diagonal: bool = False
+    ranges: Callable[..., Array] | None = None
+
+
+class Meeting(NamedTuple):
+    """Queries that meet keys, in which pairs of chunks, in which order, with which scale and divisor of the output."""
+
+    queries: Queries
+    keys: KeyRows
+    visits: Visits
+    walk: Walk
+    scale: float
+    divisor: int
 
 
 class Found(NamedTuple):
@@ -69,10 +82,9 @@ class Found(NamedTuple):
     tiles: Array | None
 
 
-def forward(
-    found: Found, queries: Queries, keys: KeyRows, visits: Visits, walk: Walk, scale: float, heads: int
-) -> Found:
+def forward(found: Found, meeting: Meeting, heads: int) -> Found:
     """Merges what the queries find among the keys into what they found before."""
+    queries, keys, visits, walk, scale, _ = meeting
     acc = found.partial.lse.dtype
 
     def visit(found: Found, at: _At) -> Found:
@@ -89,19 +101,10 @@ def forward(
     return _over_visits(visit, found, queries.q.shape[0], visits, walk, heads)
 
 
-def backward(
-    dq: Array,
-    dkv: Array,
-    queries: Queries,
-    keys: KeyRows,
-    visits: Visits,
-    walk: Walk,
-    scale: float,
-    divisor: int,
-    heads: int,
-) -> tuple[Array, Array]:
-    """Adds the gradients to `dq` (N, C, n * G, H) and `dkv` (2, N, C, n, H); the output was divided by `divisor`."""
-    acc = dq.dtype
+def backward(sums: tuple[Array, Array], meeting: Meeting, heads: int) -> tuple[Array, Array]:
+    """Adds the gradients to those of queries (N, C, n * G, H) and of keys and values (2, N, C, n, H)."""
+    queries, keys, visits, walk, scale, divisor = meeting
+    acc = sums[0].dtype
     dout_rows, lse_rows, delta_rows = queries.dout, queries.lse, queries.delta
     assert dout_rows is not None and lse_rows is not None and delta_rows is not None
 
@@ -116,7 +119,7 @@ def backward(
         dq = at.with_query_rows(dq, at.query_rows(dq) + dq_rows[:, : walk.rows * walk.group] * scale)
         return dq, at.add_key_rows(dkv, jnp.stack([dk, dv])[:, :, : walk.rows])
 
-    return _over_visits(visit, (dq, dkv), queries.q.shape[0], visits, walk, heads)
+    return _over_visits(visit, sums, queries.q.shape[0], visits, walk, heads)
 
 
 class _At(NamedTuple):

@@ -110,10 +110,10 @@ class Look:
         return self.is_causal or self.is_ragged or bool(self.lines)
 
     def seen(self, row: Any, column: Any, count: Any, query_marks: Sequence[Any], key_marks: Sequence[Any]) -> Array:  # noqa: ANN401
-        """Which pairs of query row and key row (arrays that broadcast) see each other."""
+        """Which pairs of row ``m`` of a query and row of a key (arrays that broadcast) see each other."""
         rules = [column < count] if self.is_ragged else []
         if self.is_causal:
-            rules.append(column <= quotient(row, self.group))
+            rules.append(column <= row)
         for line, mine, theirs in zip(self.lines, query_marks, key_marks, strict=True):
             rules.append(mine == theirs if line == "same" else theirs <= mine)
         seen = rules[0]

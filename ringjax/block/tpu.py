@@ -127,7 +127,14 @@ def query_gradient(
         "query_gradient",
         3,
         (chunks, spans),
-        inputs=[(q, at.query), (kv, at.kv), *at.marks(marks), (dout, at.query), (stats, at.numbers("query", 2)), (dq, at.query)],
+        inputs=[
+            (q, at.query),
+            (kv, at.kv),
+            *at.marks(marks),
+            (dout, at.query),
+            (stats, at.numbers("query", 2)),
+            (dq, at.query),
+        ],
         outputs=[(dq, at.query)],
         scratch=[(look.blocks.query, q.shape[-1]), *[(look.blocks.query, 1)] * 2],
         interpret=interpret,
@@ -188,7 +195,14 @@ def key_gradient(
         "key_gradient",
         4,
         (chunks, spans),
-        inputs=[(q, at.query), (kv, at.kv), *at.marks(marks), (dout, at.query), (stats, at.numbers("query", 2)), (dkv, at.kv)],
+        inputs=[
+            (q, at.query),
+            (kv, at.kv),
+            *at.marks(marks),
+            (dout, at.query),
+            (stats, at.numbers("query", 2)),
+            (dkv, at.kv),
+        ],
         outputs=[(dkv, at.kv)],
         scratch=[(look.blocks.key, q.shape[-1])] * 2,
         interpret=interpret,
@@ -236,7 +250,7 @@ class _Here(NamedTuple):
     first: Array
     whole: Array
     end: Array
-    count: Array
+    present: Array  # key rows
 
 
 def _spans_here(spans: Any, look: Look) -> tuple[_Here, Array]:  # noqa: ANN401
@@ -269,7 +283,7 @@ def _seen(look: Look, here: _Here, marks: Sequence[Any], *, is_transposed: bool)
         theirs = [_to_column(x) for x in theirs]
     else:
         mine = [_to_column(x) for x in mine]
-    return look.seen(row, column, here.count, mine, theirs)
+    return look.seen(quotient(row, look.group), column, here.present, mine, theirs)
 
 
 def _inside(rows: Array, block: Array, total: int) -> Array:

@@ -1,0 +1,155 @@
+"""Which code runs a block: plain XLA, or the kernels of the platform that the program is lowered for."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ringjax.block.kernel import Blocks, BlockSizes, ceil_div
+
+Implementation = Literal["xla", "pallas", "interpret_tpu", "interpret_gpu"]
+Target = Literal["tpu", "gpu"]
+TARGETS: tuple[Target, ...] = ("tpu", "gpu")
+_PLATFORM = {"tpu": "tpu", "gpu": "cuda"}
+_DTYPES = {"tpu": ("bfloat16", "float32"), "gpu": ("bfloat16", "float16", "float32")}
+_MOST_DIM, _LEAST_DIM = 256, 16
+_LEAST_ROWS = 16  # fewer are not worth a kernel
+_LEAST_BLOCK = {"tpu": 128, "gpu": 16}  # lanes of a register; a tile of the tensor cores
+_SM_80 = 8.0  # Ampere
+
+Given = TypeVar("Given")
+Result = TypeVar("Result")
+
+
+class Case(NamedTuple):
+    """What decides whether kernels apply.
+
+    Attributes:
+        dtype: Of query, key and value.
+        head_dim: Dimensions per head.
+        rows: Key rows of a task.
+        group: Query heads per key/value head.
+        ids: Dtype of the segment ids, or "".
+    """
+
+    dtype: str
+    head_dim: int
+    rows: int
+    group: int
+    ids: str = ""
+
+    def misfit(self, target: Target) -> str:
+        """Why the kernels of a target do not apply, or ""."""
+        dtypes = _DTYPES[target]
+        if self.dtype not in dtypes:
+            return f"the {target} kernels take {', '.join(dtypes)}, not {self.dtype}"
+        if not _LEAST_DIM <= self.head_dim <= _MOST_DIM:
+            return f"the {target} kernels take head dims from {_LEAST_DIM} to {_MOST_DIM}, not {self.head_dim}"
+        if self.rows < _LEAST_ROWS:
+            return (
+                f"the {target} kernels take at least {_LEAST_ROWS} selected rows per segment or chunk, not {self.rows}"
+            )
+        if self.ids and not jnp.can_cast(self.ids, jnp.int32):
+            return f"the {target} kernels take segment ids that fit int32, not {self.ids}"
+        if target == "gpu" and _oldest_gpu() < _SM_80:
+            return f"the gpu kernels need compute capability {_SM_80}, not {_oldest_gpu()}"
+        return ""
+
+    def blocks(self, target: Target, sizes: BlockSizes | None, *, is_gradient: bool) -> Blocks:
+        """The blocks of a pass: as given, or by what compiles without spilling registers or memory."""
+        if sizes is not None:
+            query, key = (sizes.grad_query, sizes.grad_key) if is_gradient else (sizes.query, sizes.key)
+        elif target == "tpu":
+            query = key = 1024 if self.head_dim <= 128 and self.dtype == "bfloat16" else 512
+        else:
+            is_small = self.head_dim <= 128 and self.dtype != "float32"
+            query, key = (64, 64) if is_gradient or not is_small else (128, 64)
+            query, key = (query, key) if is_small else (query // 2, key // 2)
+        least = _LEAST_BLOCK[target]
+        return Blocks(_fitting(query, self.rows * self.group, least), _fitting(key, self.rows, least))
+
+
+def _fitting(size: int, rows: int, least: int) -> int:
+    """The largest size up to this one, halved at will, that leaves little of its blocks empty."""
+    while size > least and ceil_div(rows, size) * size > 1.125 * ceil_div(rows, least) * least:
+        size //= 2
+    return max(size, least)
+
+
+@functools.cache
+def _oldest_gpu() -> float:
+    """Least compute capability of the GPUs that this process has; infinite without any.
+
+    A program is lowered for a platform, whatever the generation of its devices: the devices at hand have to tell.
+    """
+    try:
+        found = [float(getattr(device, "compute_capability", "inf")) for device in jax.local_devices(backend="cuda")]
+    except RuntimeError:
+        found = []
+    return min(found, default=float("inf"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernels:
+    """The kernels of a target, with sizes if given, interpreted or not."""
+
+    target: Target
+    sizes: BlockSizes | None = None
+    interpret: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """How a caller wants blocks to be run.
+
+    Attributes:
+        implementation: None for the kernels of the platform where they apply; ``"xla"``, ``"pallas"``, or
+            ``"interpret_tpu"`` and ``"interpret_gpu"`` for kernels interpreted on any platform.
+        sizes: Block sizes of the kernels, or None for our own.
+    """
+
+    implementation: Implementation | None = None
+    sizes: BlockSizes | None = None
+
+    @property
+    def is_interpreted(self) -> bool:
+        """Whether kernels are interpreted."""
+        return self.implementation in ("interpret_tpu", "interpret_gpu")
+
+    def run(
+        self, case: Case, given: Given, xla: Callable[[Given], Result], kernel: Callable[[Kernels, Given], Result]
+    ) -> Result:
+        """Runs `xla` or `kernel` on what is given; which one is decided when the program is lowered for a platform."""
+        if self.implementation == "xla":
+            return xla(given)
+        if self.is_interpreted:
+            target: Target = "tpu" if self.implementation == "interpret_tpu" else "gpu"
+            self._check(case, (target,))
+            return kernel(Kernels(target, self.sizes, interpret=True), given)
+        if self.implementation == "pallas":
+            self._check(case, TARGETS)
+        fitting = [target for target in TARGETS if not case.misfit(target)]
+        if not fitting:
+            return xla(given)
+        branches = {_PLATFORM[x]: functools.partial(kernel, Kernels(x, self.sizes)) for x in fitting}
+        default: dict[str, Any] = {"default": xla} if self.implementation is None else {}
+        return lax.platform_dependent(given, **branches, **default)
+
+    def _check(self, case: Case, targets: tuple[Target, ...]) -> None:
+        misfits = [case.misfit(target) for target in targets]
+        if all(misfits):
+            raise NotImplementedError(
+                f"`implementation={self.implementation!r}` cannot do this case: {'; '.join(misfits)}. "
+                '`implementation="xla"` does, and None chooses it by itself.'
+            )
+
+
+def case_of(query: Array, rows: int, group: int, ids: Array | None = None) -> Case:
+    """The case of these arrays."""
+    return Case(query.dtype.name, query.shape[-1], rows, group, "" if ids is None else ids.dtype.name)
