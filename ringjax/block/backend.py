@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
 from ringjax.block.kernel import Blocks, BlockSizes, ceil_div
+from ringjax.block.platform import PLATFORMS, refused
 
 Implementation = Literal["xla", "pallas", "interpret_tpu", "interpret_gpu"]
 Target = Literal["tpu", "gpu"]
@@ -138,8 +139,16 @@ class Backend:
         if not fitting:
             return xla(given)
         branches = {_PLATFORM[x]: functools.partial(kernel, Kernels(x, self.sizes)) for x in fitting}
-        default: dict[str, Any] = {"default": xla} if self.implementation is None else {}
-        return lax.platform_dependent(given, **branches, **default)
+        default = xla if self.implementation is None else functools.partial(self._refused, xla)
+        return lax.platform_dependent(given, **branches, default=default)
+
+    def _refused(self, xla: Callable[[Given], Result], given: Given) -> Result:
+        """What takes the place of `xla` where kernels are asked for on a platform that has none."""
+        reason = (
+            f"`implementation={self.implementation!r}` has kernels for {' and '.join(PLATFORMS)} only; use None or "
+            '"xla" on other platforms, or "interpret_tpu" or "interpret_gpu" to check the kernels there.'
+        )
+        return xla(refused(given, reason))
 
     def _check(self, case: Case, targets: tuple[Target, ...]) -> None:
         misfits = [case.misfit(target) for target in targets]

@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from ringjax import softmax
 from ringjax.block.kernel import Look, dot, quotient
+from ringjax.block.platform import on_its_platform
 from ringjax.manual import shaped_like
 from ringjax.softmax import Partial, Running
 
@@ -302,7 +303,7 @@ def _call(
     marks = () if rows.query_marks is None else (rows.query_marks, rows.key_marks)
     inputs = (rows.tasks, spans, rows.query, *rows.kv, *marks, *given)
     dim = rows.query.shape[1]
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         out_shape=[shaped_like(x, *inputs) for x in sums],
         grid=(rows.tasks.shape[0] * blocks,),
@@ -310,4 +311,5 @@ def _call(
         compiler_params=plgpu.CompilerParams(num_warps=8 if dim > 64 else 4, num_stages=2),
         name=f"ringjax_{name}",
         interpret=how.interpret,
-    )(*inputs, *sums)
+    )
+    return call(*inputs, *sums) if how.interpret else on_its_platform(call, *inputs, *sums)

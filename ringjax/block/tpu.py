@@ -19,6 +19,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ringjax import softmax
 from ringjax.block.kernel import Look, dot, quotient
+from ringjax.block.platform import on_its_platform
 from ringjax.manual import shaped_like
 from ringjax.softmax import Partial, Running
 
@@ -368,7 +369,7 @@ def _call(
 ) -> list[Array]:
     """Calls a kernel whose last inputs are summed up in place, as its outputs."""
     first = len(scalars) + len(inputs) - len(outputs)
-    return pl.pallas_call(
+    call = pl.pallas_call(
         kernel,
         out_shape=[shaped_like(array, *scalars) for array, _ in outputs],
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -383,4 +384,6 @@ def _call(
         cost_estimate=at.look.cost(at.tasks, at.dim, multiplies, inputs[0][0].dtype.itemsize),
         name=f"ringjax_{name}",
         interpret=interpret,
-    )(*scalars, *(array for array, _ in inputs))
+    )
+    arrays = *scalars, *(array for array, _ in inputs)
+    return call(*arrays) if interpret else on_its_platform(call, *arrays)
