@@ -77,9 +77,11 @@ class Row:
     hop_permutes: int = 0
     hop_permutes_hidden_by_kernel: int = 0
     hop_permutes_hidden_by_dots: int = 0
+    other_permutes_hidden: int = 0
     exposed: list[str] = dataclasses.field(default_factory=list)
     copied_bytes: int = 0
     kernels: list[str] = dataclasses.field(default_factory=list)
+    kernels_without_cost: list[str] = dataclasses.field(default_factory=list)
     kernel_bytes: int | None = None  # VMEM, or shared memory of a block: the most that a kernel takes
     registers: int | None = None
     spilled_bytes: int | None = None
@@ -111,6 +113,8 @@ class Row:
             found.append(f"needs {self.device_bytes / GIB:.1f} GiB of {target.memory_bytes / GIB:.1f} GiB")
         if self.kernel_bytes is not None and self.kernel_bytes > target.kernel_memory_bytes:
             found.append(f"has a kernel that takes {self.kernel_bytes} bytes of {target.kernel_memory_bytes}")
+        if self.kernels_without_cost:
+            found.append(f"has kernels that do not tell the compiler their cost: {self.kernels_without_cost}")
         if self.kernels and self.spilled_bytes:
             found.append(f"has a kernel that spills {self.spilled_bytes} bytes")
         return found
@@ -144,10 +148,11 @@ def _fill_schedule(row: Row, read: Schedule) -> None:
     row.hop_permutes = len(read.in_hop_loops)
     row.hop_permutes_hidden_by_kernel = len(read.hidden(("kernel",)))
     row.hop_permutes_hidden_by_dots = len(read.hidden(("dots",)))
+    exposed = [x for x in read.permutes if not x.is_async or x.between == "nothing"]
+    row.other_permutes_hidden = sum(not x.in_hop_loop for x in read.permutes) - sum(not x.in_hop_loop for x in exposed)
     row.exposed = [
         f"{x.name} in {x.computation}, {x.bytes} bytes, {'asynchronous' if x.is_async else 'synchronous'}"
-        for x in read.permutes
-        if not (x.is_async and x.between != "nothing")
+        for x in exposed
     ]
     row.copied_bytes = read.copied_bytes
 
@@ -157,6 +162,7 @@ def _fill_kernels(row: Row, read: Schedule, target: Target, folder: str) -> None
     row.kernels = sorted({kernel.name for kernel in read.kernels})
     if not isinstance(target, CudaTarget):
         row.kernel_bytes = read.vmem_bytes
+        row.kernels_without_cost = sorted({kernel.name for kernel in read.kernels if not kernel.flops})
         return
     found = kernel_resources(pathlib.Path(folder), target.architecture, row.kernels or None)
     row.kernel_bytes = max(kernel.shared_bytes for kernel in found)
@@ -202,6 +208,7 @@ def table(rows: list[Row], platform: str) -> Table:
     for title in ("case", "target", "pass", "compiled", "seconds", "GiB of a device", "permutes async"):
         shown.add_column(title, justify="left" if title in ("case", "target", "pass") else "right")
     shown.add_column("in hop loops: beside a kernel / dots / all", justify="right")
+    shown.add_column("elsewhere: beside work / all", justify="right")
     shown.add_column("copied per hop", justify="right")
     shown.add_column(f"kernels: {near}", justify="right")
     for row in rows:
@@ -215,6 +222,7 @@ def table(rows: list[Row], platform: str) -> Table:
                 f"{row.device_bytes / GIB:.2f} of {limit:.0f}",
                 f"{row.permutes_async} / {row.permutes}",
                 hidden,
+                f"{row.other_permutes_hidden} / {row.permutes - row.hop_permutes}",
                 f"{row.copied_bytes / 2**20:.1f} MiB",
                 _kernels_cell(row),
             ]
@@ -261,6 +269,8 @@ def main() -> None:
     parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.broken == "no-cost" and options.platform == "cuda":
+        parser.error("--broken no-cost is for TPUs: kernels for GPUs have no cost to leave out")
     if options.worker:
         asked = json.loads(options.worker)
         if asked["broken"]:

@@ -8,7 +8,7 @@ import pytest
 
 from ringjax.rehearse.compile import neighbour_cycle
 from ringjax.rehearse.resources import KernelResources, kernel_resources, parse_launches, parse_ptxas
-from ringjax.rehearse.schedule import parse, schedule
+from ringjax.rehearse.schedule import Kernel, parse, schedule
 from ringjax.rehearse.targets import CUDA_TARGETS, TpuTarget, target_named
 
 TPU_LOOP = """HloModule jit_ring, is_scheduled=true, num_partitions=8
@@ -26,7 +26,7 @@ TPU_LOOP = """HloModule jit_ring, is_scheduled=true, num_partitions=8
   %permute-start = (bf16[2,8,512,128]{3,2,1,0}, bf16[2,8,512,128]{3,2,1,0}, u32[]{:S(2)}, /*index=3*/u32[]{:S(2)}) \
 collective-permute-start(%copy.1), channel_id=1, source_target_pairs={{0,1},{1,0}}
   %meet_forward.3 = f32[8,512,128]{2,1,0:T(8,128)} custom-call(%cargo), custom_call_target="tpu_custom_call", \
-backend_config={"custom_call_config":{"body":"TUzv"},"used_scoped_memory_configs":\
+backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"4096"}},"used_scoped_memory_configs":\
 [{"memory_space":"1","offset":"0","size":"3915776"},{"memory_space":"2","offset":"0","size":"64"}]}
   %permute-done = bf16[2,8,512,128]{3,2,1,0} collective-permute-done(%permute-start)
   %next = s32[]{:T(128)} fusion(%hop), kind=kLoop, calls=%fused_add
@@ -68,7 +68,9 @@ def test_kernel_between_start_and_done_of_a_hop_loop():
     assert read.in_hop_loops == read.hidden() == (hop,)
     assert read.num_async == 2
     assert read.copied_bytes == hop.bytes
-    assert [(kernel.name, kernel.vmem_bytes) for kernel in read.kernels] == [("meet_forward", 3915776)]
+    assert read.kernels == (Kernel("meet_forward", "body", vmem_bytes=3915776, flops=4096),)
+    silent = schedule(TPU_LOOP.replace('"cost_estimate":{"flops":"4096"}', ""))
+    assert [kernel.flops for kernel in silent.kernels] == [None]
     assert read.vmem_bytes == 3915776
 
 

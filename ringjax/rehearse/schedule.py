@@ -34,6 +34,7 @@ _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
 _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _VMEM = re.compile(r'"used_scoped_memory_configs":(\[[^\]]*\])')
+_FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
 _DOTS = ("dot", "convolution")
 _MOVES = ("copy", "bitcast", "copy-start", "copy-done")
 
@@ -80,11 +81,19 @@ class Permute:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A call of a kernel, and the bytes of vector memory that the TPU compiler gave it, where it says."""
+    """A call of a kernel.
+
+    Attributes:
+        name: Of the kernel.
+        computation: In which it is called.
+        vmem_bytes: Vector memory that the TPU compiler gave it, or None where it says nothing.
+        flops: What the kernel says of its cost, by which the TPU compiler plans; None where it says nothing.
+    """
 
     name: str
     computation: str
     vmem_bytes: int | None
+    flops: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +144,7 @@ def schedule(text: str) -> Schedule:
     }
     permutes, kernels, copied = [], [], 0
     for name, lines in program.items():
-        kernels += [Kernel(_kernel_name(x), name, _vmem(x.rest)) for x in lines if x.target in KERNELS]
+        kernels += [Kernel(_kernel_name(x), name, _vmem(x.rest), _flops(x.rest)) for x in lines if x.target in KERNELS]
         if name in called_async:
             continue
         sent = [(at, x) for at, x in enumerate(lines) if _sends(x, program)]
@@ -304,3 +313,8 @@ def _vmem(rest: str) -> int | None:
         return None
     sizes = [int(config["size"]) for config in json.loads(found[1]) if config.get("memory_space") == "1"]
     return sum(sizes) if sizes else None
+
+
+def _flops(rest: str) -> int | None:
+    found = _FLOPS.search(rest)
+    return int(found[1]) if found else None
