@@ -3,9 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, count_matrix, error, run, with_gradients
+from cases import QUICK, Case, count_matrix, error, run, with_gradients
 
 import ringjax as rj
+
+SLOW = pytest.mark.slow
 
 
 def naive(case: Case, dtype):
@@ -26,11 +28,20 @@ def naive(case: Case, dtype):
     return attention
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize(("is_causal", "rule"), [(False, "mod"), (True, "mod"), (False, "grouped")])
+@pytest.mark.parametrize(
+    ("dtype", "is_causal", "rule"),
+    [
+        (jnp.bfloat16, True, "mod"),
+        (jnp.bfloat16, False, "grouped"),
+        (jnp.float16, False, "mod"),
+        pytest.param(jnp.bfloat16, False, "mod", marks=SLOW),
+        pytest.param(jnp.float16, True, "mod", marks=SLOW),
+        pytest.param(jnp.float16, False, "grouped", marks=SLOW),
+    ],
+)
 def test_low_precision_error_is_that_of_the_naive_computation(dtype, is_causal, rule):
     case = Case(160, 2, 2, 2, 32, segment_lengths=(32, 160), dilation_rates=(1, 2), rule=rule, is_causal=is_causal)
-    oracle = with_gradients(rj.reference_attention, case.pattern, is_causal=is_causal)
+    oracle = with_gradients(rj.reference_attention, case.pattern, compiler_options=QUICK, is_causal=is_causal)
     contenders = {
         "ours": with_gradients(rj.dilated_attention, case.pattern, is_causal=is_causal),
         "naive": with_gradients(naive(case, dtype), case.pattern),
@@ -53,8 +64,8 @@ def test_extreme_logits_are_finite_and_right(is_causal):
     case = Case(length=96, segment_lengths=(32, 96), dilation_rates=(1, 3), is_causal=is_causal)
     q, k, v, g = case.arrays(np.float32)
     ours, oracle = (
-        with_gradients(f, case.pattern, is_causal=is_causal, scale=1.0)
-        for f in (rj.dilated_attention, rj.reference_attention)
+        with_gradients(f, case.pattern, compiler_options=options, is_causal=is_causal, scale=1.0)
+        for f, options in ((rj.dilated_attention, None), (rj.reference_attention, QUICK))
     )
     for size in (1e4, -1e4):
         pushed = (q.at[..., 0].set(size), k.at[..., 0].set(jnp.sign(k[..., 0])), v, g)
@@ -68,7 +79,8 @@ def test_all_masked_rows_are_zero():
     case = Case(length=48)
     q, k, v, g = case.arrays(np.float32)
     ids = jnp.full((case.batch, case.length), -1, jnp.int32).at[0, 5].set(0)
-    for x in run(rj.dilated_attention, (q, k, v, g), case.pattern, segment_ids=ids, is_causal=True):
+    masked = {"segment_ids": ids, "is_causal": True}
+    for x in run(rj.dilated_attention, (q, k, v, g), case.pattern, **masked, compiler_options=QUICK):
         assert np.isfinite(x).all()
         assert not np.asarray(x)[1].any()
     out = rj.dilated_attention(q, k, v, case.pattern, segment_ids=ids)

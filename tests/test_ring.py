@@ -123,7 +123,7 @@ def test_ring_of_one(layout):
 
 @pytest.mark.parametrize(
     ("kv_heads", "segments", "rates"),
-    [(1, (8, 32), (1, 2)), (3, (32, 7, 2), (1, 2, 3))],
+    [(1, (8, 32), (1, 2)), (2, (32, 1), (1, 2))],
     ids=["more branches than heads", "an offset beyond the segment"],
 )
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
@@ -143,7 +143,7 @@ def ring_geometries(most_branches: int):
     )
 
 
-@settings(max_examples=4, **RANDOM)
+@settings(max_examples=3, **RANDOM)
 @given(ring_geometries(most_branches=1))
 def test_random_geometry(case):
     assert_ring_equals_oracle(case, WIDE)

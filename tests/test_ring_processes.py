@@ -22,7 +22,7 @@ size, rank = len(jax.devices()), jax.process_index()
 mesh = jax.sharding.Mesh(np.array(jax.devices()), ("ring",))
 ring = rj.Ring(mesh, layout="zigzag", strategy="ring")
 sharding = jax.sharding.NamedSharding(mesh, ring.spec())
-pattern = rj.DilationPattern((16, 64), (1, 2))
+pattern = rj.DilationPattern((64,), (2,))
 rng = np.random.default_rng(0)
 q, k, v, g = (rng.standard_normal((2, 64, heads, 8)).astype(np.float32) for heads in (4, 2, 2, 4))
 quick = {"xla_backend_optimization_level": 0}

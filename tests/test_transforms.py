@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, error, run
+from cases import QUICK, Case, error, run, with_gradients
 from jax import lax
 
 import ringjax as rj
@@ -22,7 +22,7 @@ def gradient(f, q, k, v, g):
 
 def test_without_jit_as_with():
     q, k, v, g = CASE.arrays(np.float32)
-    expected = run(rj.reference_attention, (q, k, v, g), CASE.pattern, is_causal=True)
+    expected = run(rj.reference_attention, (q, k, v, g), CASE.pattern, is_causal=True, compiler_options=QUICK)
     assert error(attention(q, k, v), expected[0]) < 2e-6
     for x, y in zip(gradient(attention, q, k, v, g), expected[1:], strict=True):
         assert error(x, y) < 2e-6
@@ -40,10 +40,11 @@ def test_pattern_is_a_static_argument():
 @pytest.mark.parametrize("axis", [0, 2])
 def test_vmap(axis):
     arrays = [jnp.stack([x, 2 * x, x - 1], axis) for x in CASE.arrays(np.float32)]
-    got = jax.jit(jax.vmap(lambda *a: (attention(*a[:3]), *gradient(attention, *a)), axis, axis))(*arrays)
+    f = jax.vmap(lambda *a: (attention(*a[:3]), *gradient(attention, *a)), axis, axis)
+    got = jax.jit(f, compiler_options=QUICK)(*arrays)
+    alone = with_gradients(rj.dilated_attention, CASE.pattern, is_causal=True, compiler_options=QUICK)
     for i in range(3):
-        one = [jnp.take(x, i, axis) for x in arrays]
-        for x, y in zip(got, run(rj.dilated_attention, one, CASE.pattern, is_causal=True), strict=True):
+        for x, y in zip(got, alone(*(jnp.take(x, i, axis) for x in arrays)), strict=True):
             assert error(jnp.take(x, i, axis), y) < 2e-6
 
 
@@ -68,13 +69,16 @@ def test_checkpoint(policy):
     assert loops[attention] == 2 * branches  # a loop per branch, forward and backward
     # the forward loops run once more unless out and lse are kept
     assert loops[f] == loops[attention] + (0 if policy == "out_and_lse" else branches)
-    for x, y in zip(jax.jit(lambda *a: gradient(f, *a))(q, k, v, g), gradient(attention, q, k, v, g), strict=True):
+    got, expected = (
+        jax.jit(lambda *a, h=h: gradient(h, *a), compiler_options=QUICK)(q, k, v, g) for h in (f, attention)
+    )
+    for x, y in zip(got, expected, strict=True):
         assert error(x, y) < 2e-6
 
 
 def test_scan_over_layers():
     q, k, v, g = CASE.arrays(np.float32)
-    weights = jnp.array([0.5, 1.0, 2.0])
+    weights = jnp.array([0.5, 2.0])
 
     def scanned(q, k, v):
         return lax.scan(lambda x, w: (attention(w * x, k, v), None), q, weights)[0]
@@ -84,7 +88,10 @@ def test_scan_over_layers():
             q = attention(w * q, k, v)
         return q
 
-    got, expected = (jax.jit(lambda *a, f=f: (f(*a[:3]), *gradient(f, *a)))(q, k, v, g) for f in (scanned, unrolled))
+    got, expected = (
+        jax.jit(lambda *a, f=f: (f(*a[:3]), *gradient(f, *a)), compiler_options=QUICK)(q, k, v, g)
+        for f in (scanned, unrolled)
+    )
     for x, y in zip(got, expected, strict=True):
         assert error(x, y) < 2e-6
 
