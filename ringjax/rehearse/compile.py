@@ -63,7 +63,7 @@ def rehearse(target: Target, workload: Workload, is_gradient: bool, dump_to: str
         target: The devices.
         workload: What they compute.
         is_gradient: Whether to take the gradients with respect to query, key and value too.
-        dump_to: Folder for all that the compiler has to show, or None.
+        dump_to: Folder for what the compiler has to show, PTX among it, or None.
 
     Returns:
         The program and the time it took.
@@ -75,7 +75,8 @@ def rehearse(target: Target, workload: Workload, is_gradient: bool, dump_to: str
     mesh = ring_mesh(target)
     lowered = _lowered(mesh, workload, is_gradient)
     begin = time.perf_counter()
-    compiled = lowered.compile(compiler_options=dict(target.options) | ({"xla_dump_to": dump_to} if dump_to else {}))
+    shown = {"xla_dump_to": dump_to, "xla_dump_emitter_re": "ptx"} if dump_to else {}
+    compiled = lowered.compile(compiler_options=dict(target.options) | shown)
     return Rehearsal(compiled, time.perf_counter() - begin)
 
 
