@@ -222,3 +222,38 @@ def count_matrix(case: Case) -> np.ndarray:
                 visible = p // w == s // w and ids[b, p] == ids[b, s] >= 0
                 count[b, h, p, s] += visible and (s <= p or not case.is_causal)
     return count
+
+
+def naive(case: Case, dtype):
+    """The definition with every array and every sum in `dtype`."""
+    count = jnp.asarray(count_matrix(case))[:, :, None]
+
+    def attention(q, k, v, pattern):
+        del pattern  # the counts hold it
+        q = q.reshape(*q.shape[:2], case.kv_heads, case.group, case.dim) * jnp.asarray(case.dim**-0.5, dtype)
+        scores = jnp.einsum("bpkgh,bskh->bkgps", q, k).astype(dtype)
+        scores = jnp.where(count > 0, scores + jnp.log(jnp.maximum(count, 1)).astype(dtype), -jnp.inf)
+        top = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(dtype).min)  # a row may see nothing
+        weights = jnp.exp(scores - top)
+        weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), jnp.finfo(dtype).tiny)
+        weights = weights / (len(case.segment_lengths) if case.rule == "grouped" else 1)
+        return jnp.einsum("bkgps,bskh->bpkgh", weights, v).astype(dtype).reshape(*q.shape[:2], -1, case.dim)
+
+    return attention
+
+
+def low_precision_errors(case: Case, dtype, attention=rj.dilated_attention) -> tuple[np.ndarray, np.ndarray]:
+    """Errors of output and gradients, summed over five seeds: of `attention`, and of the naive computation."""
+    oracle = with_gradients(rj.reference_attention, case.pattern, compiler_options=QUICK, is_causal=case.is_causal)
+    contenders = [
+        with_gradients(attention, case.pattern, is_causal=case.is_causal),
+        with_gradients(naive(case, dtype), case.pattern),
+    ]
+    errors = np.zeros((2, 4))
+    for seed in range(5):
+        low = case.arrays(dtype, seed)
+        right = [np.asarray(x) for x in oracle(*(x.astype(jnp.float32) for x in low))]
+        for i, f in enumerate(contenders):
+            got = [np.asarray(x, np.float32) for x in f(*low)]
+            errors[i] += [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(got, right, strict=True)]
+    return errors[0], errors[1]

@@ -3,29 +3,11 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import QUICK, Case, count_matrix, error, run, with_gradients
+from cases import QUICK, Case, error, low_precision_errors, run, with_gradients
 
 import ringjax as rj
 
 SLOW = pytest.mark.slow
-
-
-def naive(case: Case, dtype):
-    """The definition with every array and every sum in `dtype`."""
-    count = jnp.asarray(count_matrix(case))[:, :, None]
-
-    def attention(q, k, v, pattern):
-        del pattern  # the counts hold it
-        q = q.reshape(*q.shape[:2], case.kv_heads, case.group, case.dim) * jnp.asarray(case.dim**-0.5, dtype)
-        scores = jnp.einsum("bpkgh,bskh->bkgps", q, k).astype(dtype)
-        scores = jnp.where(count > 0, scores + jnp.log(jnp.maximum(count, 1)).astype(dtype), -jnp.inf)
-        top = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(dtype).min)  # a row may see nothing
-        weights = jnp.exp(scores - top)
-        weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), jnp.finfo(dtype).tiny)
-        weights = weights / (len(case.segment_lengths) if case.rule == "grouped" else 1)
-        return jnp.einsum("bkgps,bskh->bpkgh", weights, v).astype(dtype).reshape(*q.shape[:2], -1, case.dim)
-
-    return attention
 
 
 @pytest.mark.parametrize(
@@ -41,19 +23,7 @@ def naive(case: Case, dtype):
 )
 def test_low_precision_error_is_that_of_the_naive_computation(dtype, is_causal, rule):
     case = Case(160, 2, 2, 2, 32, segment_lengths=(32, 160), dilation_rates=(1, 2), rule=rule, is_causal=is_causal)
-    oracle = with_gradients(rj.reference_attention, case.pattern, compiler_options=QUICK, is_causal=is_causal)
-    contenders = {
-        "ours": with_gradients(rj.dilated_attention, case.pattern, is_causal=is_causal),
-        "naive": with_gradients(naive(case, dtype), case.pattern),
-    }
-    errors = {name: np.zeros(4) for name in contenders}
-    for seed in range(5):
-        low = case.arrays(dtype, seed)
-        right = [np.asarray(x) for x in oracle(*(x.astype(jnp.float32) for x in low))]
-        for name, f in contenders.items():
-            got = [np.asarray(x, np.float32) for x in f(*low)]
-            errors[name] += [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(got, right, strict=True)]
-    ours, theirs = errors["ours"], errors["naive"]
+    ours, theirs = low_precision_errors(case, dtype)
     assert (ours > 0).all()
     assert ours[0] <= 2 * theirs[0]
     assert (ours[1:] <= 3 * theirs[1:]).all(), (ours, theirs)

@@ -45,22 +45,23 @@ class Case(NamedTuple):
     group: int
     ids: str = ""
 
-    def misfit(self, target: Target) -> str:
-        """Why the kernels of a target do not apply, or ""."""
-        dtypes = _DTYPES[target]
-        if self.dtype not in dtypes:
-            return f"the {target} kernels take {', '.join(dtypes)}, not {self.dtype}"
-        if not _LEAST_DIM <= self.head_dim <= _MOST_DIM:
-            return f"the {target} kernels take head dims from {_LEAST_DIM} to {_MOST_DIM}, not {self.head_dim}"
-        if self.rows < _LEAST_ROWS:
-            return (
-                f"the {target} kernels take at least {_LEAST_ROWS} selected rows per segment or chunk, not {self.rows}"
-            )
-        if self.ids and not jnp.can_cast(self.ids, jnp.int32):
-            return f"the {target} kernels take segment ids that fit int32, not {self.ids}"
-        if target == "gpu" and _oldest_gpu() < _SM_80:
-            return f"the gpu kernels need compute capability {_SM_80}, not {_oldest_gpu()}"
-        return ""
+    def misfit(self, target: Target, sizes: BlockSizes | None = None) -> str:
+        """Why the kernels of a target do not apply (with these block sizes), or ""."""
+        dtypes, least_block = _DTYPES[target], _LEAST_BLOCK[target]
+        block = least_block if sizes is None else min(dataclasses.astuple(sizes))
+        ids_fit = not self.ids or jnp.can_cast(self.ids, jnp.int32)
+        rules = {
+            f"take {', '.join(dtypes)}, not {self.dtype}": self.dtype in dtypes,
+            f"take head dims from {_LEAST_DIM} to {_MOST_DIM}, not {self.head_dim}": (
+                _LEAST_DIM <= self.head_dim <= _MOST_DIM
+            ),
+            f"take at least {_LEAST_ROWS} selected rows per segment or chunk, not {self.rows}": self.rows
+            >= _LEAST_ROWS,
+            f"take blocks of at least {least_block} rows, not {block}": block >= least_block,
+            f"take segment ids that fit int32, not {self.ids}": ids_fit,
+            f"need compute capability {_SM_80}, not {_oldest_gpu()}": target != "gpu" or _oldest_gpu() >= _SM_80,
+        }
+        return next((f"the {target} kernels {rule}" for rule, holds in rules.items() if not holds), "")
 
     def blocks(self, target: Target, sizes: BlockSizes | None, *, is_gradient: bool) -> Blocks:
         """The blocks of a pass: as given, or by what compiles without spilling registers or memory."""
@@ -135,7 +136,7 @@ class Backend:
             return kernel(Kernels(target, self.sizes, interpret=True), given)
         if self.implementation == "pallas":
             self._check(case, TARGETS)
-        fitting = [target for target in TARGETS if not case.misfit(target)]
+        fitting = [target for target in TARGETS if not case.misfit(target, self.sizes)]
         if not fitting:
             return xla(given)
         branches = {_PLATFORM[x]: functools.partial(kernel, Kernels(x, self.sizes)) for x in fitting}
@@ -151,7 +152,7 @@ class Backend:
         return xla(refused(given, reason))
 
     def _check(self, case: Case, targets: tuple[Target, ...]) -> None:
-        misfits = [case.misfit(target) for target in targets]
+        misfits = [case.misfit(target, self.sizes) for target in targets]
         if all(misfits):
             raise NotImplementedError(
                 f"`implementation={self.implementation!r}` cannot do this case: {'; '.join(misfits)}. "

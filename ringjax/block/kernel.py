@@ -159,9 +159,9 @@ class Look:
     def key_spans(self, query_spans: Array) -> Array:
         """The query blocks that meet each key block, from what the query blocks meet."""
         low, whole, high, counts = (query_spans[..., i, None] for i in range(4))  # (heads, query blocks, 1)
-        block = jnp.arange(self.key_blocks, dtype=jnp.int32)
+        block = jnp.arange(self.key_blocks, dtype=jnp.int32)[None, None, :]
         meets, masked = (low <= block) & (block < high), (whole <= block) & (block < high)
-        query = jnp.arange(self.query_blocks, dtype=jnp.int32)[:, None]
+        query = jnp.arange(self.query_blocks, dtype=jnp.int32)[None, :, None]
         first = jnp.where(meets, query, self.query_blocks).min(axis=1)
         end = jnp.where(meets, query + 1, 0).max(axis=1)
         last_masked = jnp.where(masked, query + 1, 0).max(axis=1)

@@ -7,6 +7,7 @@ is lowered for its own platform only; elsewhere zeros, which no one reads, stand
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
@@ -54,8 +55,17 @@ def _batched(arrays: Sequence[Array], axes: Sequence[int | None], *, jaxpr: Jaxp
 
 batching.primitive_batchers[_kernel] = _batched
 mlir.register_lowering(_kernel, mlir.lower_fun(_stand_in))
-for _platform in PLATFORMS:
-    mlir.register_lowering(_kernel, mlir.lower_fun(_run), platform=_platform)
+mlir.register_lowering(_kernel, mlir.lower_fun(_run), platform="tpu")
+
+
+def _lower_quietly(ctx: Any, *arrays: Any, jaxpr: Jaxpr) -> Any:  # noqa: ANN401
+    """JAX warns that its Triton lowering is to go; there is nothing that a caller could do about that."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        return mlir.lower_fun(_run)(ctx, *arrays, jaxpr=jaxpr)
+
+
+mlir.register_lowering(_kernel, _lower_quietly, platform="cuda")
 
 _refuse = core.Primitive("ringjax_refuse")
 _refuse.multiple_results = True
