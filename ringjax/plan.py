@@ -14,6 +14,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from ringjax import costs, geometry
+from ringjax.block.backend import TARGETS, Case
 from ringjax.costs import Message, Moves
 from ringjax.geometry import Request, StrategyName
 from ringjax.indices import PartTable, branch_tables, memoized
@@ -92,6 +93,15 @@ class BranchPlan:
         """Flops of the busiest device over the mean."""
         return float(max(self.flops) / np.mean(self.flops)) if any(self.flops) else 1.0
 
+    @property
+    def kernels(self) -> dict[str, str]:
+        """For each target, ``"pallas"`` or the reason why plain XLA computes (a part of) the branch."""
+        r = self.request
+        rows = [table.rows for table in self.tables] if self.shard is None else [self.shard.rows]
+        cases = [Case(r.dtype, r.head_dim, n, r.group) for n in rows]
+        reasons = {target: [case.misfit(target) for case in cases] for target in TARGETS}
+        return {target: next(filter(None, found), "pallas") for target, found in reasons.items()}
+
     def sent(self, messages: tuple[Message, ...]) -> int:
         """Bytes that leave each device."""
         return sum(m.sent(self.group) for m in messages)
@@ -149,7 +159,8 @@ class Plan:
             for name in ("forward", "backward"):
                 fields[f"{name}_bytes"] = branch.sent(fields[name])
                 fields[name] = [m._asdict() for m in fields[name]]
-            branches.append({**fields, "flops": list(branch.flops), "hops": branch.hops, "balance": branch.balance})
+            made = {name: getattr(branch, name) for name in ("hops", "balance", "kernels")}
+            branches.append({**fields, "flops": list(branch.flops), **made})
         request = {**self.request._asdict(), "pattern": repr(self.request.pattern)}
         return {
             **request,

@@ -74,6 +74,10 @@ def _caption(plan: Plan) -> str:
         if branch.advice:
             name = f"{branch.segment_length}/{branch.rate}"
             lines.append(f"{name} is computed by position, which is slower; for the fast path {branch.advice}.")
+    reasons = {reason: target for b in plan.branches for target, reason in b.kernels.items() if reason != "pallas"}
+    for reason, target in reasons.items():
+        names = [f"{b.segment_length}/{b.rate}" for b in plan.branches if b.kernels[target] == reason]
+        lines.append(f"On {target}, plain XLA computes {', '.join(names)}: {reason}.")
     if any(branch.advice for branch in plan.branches) and plan.aligned_length:
         length = plan.aligned_length
         lines.append(

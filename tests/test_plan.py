@@ -2,6 +2,7 @@
 
 import json
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case, count_matrix
@@ -155,3 +156,18 @@ def test_ring_of_one_has_one_layout():
 def test_table_says_when_heads_leave_residues_out():
     text = str(rj.plan(rj.DilationPattern((64,), (4,)), seq_len=64, num_heads=2, head_dim=8, ring_size=2))
     assert "64/4: the heads use 2 of 4 residues." in text
+
+
+def test_plan_says_where_kernels_apply():
+    pattern = rj.DilationPattern((512, 4096), (1, 512))
+    options = {"seq_len": 4096, "num_heads": 4, "head_dim": 64, "ring_size": 2}
+    made = rj.plan(pattern, **options, dtype=jnp.float16)
+    tpu, gpu = ([b.kernels[target] for b in made.branches] for target in ("tpu", "gpu"))
+    few = "the gpu kernels take at least 16 selected rows per segment or chunk, not 4"
+    assert gpu == ["pallas", few]
+    assert set(tpu) == {"the tpu kernels take bfloat16, float32, not float16"}
+    assert made.to_dict()["branches"][1]["kernels"]["gpu"] == few
+    text = " ".join(str(made).split())
+    assert f"On gpu, plain XLA computes 4096/512: {few}." in text
+    assert "On tpu, plain XLA computes 512/1, 4096/512: the tpu kernels take bfloat16" in text
+    assert "plain XLA" not in str(rj.plan(rj.DilationPattern((512, 4096), (1, 8)), **options, dtype=jnp.bfloat16))
