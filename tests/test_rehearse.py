@@ -69,6 +69,8 @@ def test_kernel_between_start_and_done_of_a_hop_loop():
     assert read.num_async == 2
     assert read.copied_bytes == hop.bytes
     assert read.kernels == (Kernel("meet_forward", "body", vmem_bytes=3915776, flops=4096),)
+    cloned = schedule(TPU_LOOP.replace("meet_forward.3", "meet_forward.33.refs_2_"))
+    assert [kernel.name for kernel in cloned.kernels] == ["meet_forward"]
     silent = schedule(TPU_LOOP.replace('"cost_estimate":{"flops":"4096"}', ""))
     assert [kernel.flops for kernel in silent.kernels] == [None]
     assert read.vmem_bytes == 3915776

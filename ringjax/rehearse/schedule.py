@@ -291,7 +291,7 @@ def _index(x: Instruction) -> int:
 def _kernel_name(x: Instruction) -> str:
     """The name that the kernel was given: on GPUs it stands in the configuration, on TPUs it is the instruction's."""
     named = _KERNEL_NAME.search(x.rest)
-    return named[1] if named else re.sub(r"\.\d+$", "", x.name)
+    return named[1] if named else re.sub(r"\.\d+.*", "", x.name)
 
 
 def _bytes(shape: str) -> int:
