@@ -13,6 +13,7 @@ from ringjax.block import gpu, tpu
 from ringjax.block.backend import Kernels, case_of
 from ringjax.block.hops import KeyRows, Meeting, Queries, Visits
 from ringjax.block.kernel import Line, Look
+from ringjax.block.tpu_call import Marks
 from ringjax.softmax import Partial
 
 
@@ -84,7 +85,7 @@ def _where(visits: Visits, which: int, look: Look, counts: Array) -> tuple[Array
     return jnp.stack([visits.query[which], visits.key[which]]), look.query_spans(counts, is_needed, ranges)
 
 
-def _marks(meeting: Meeting, look: Look) -> tpu.Marks | None:
+def _marks(meeting: Meeting, look: Look) -> Marks | None:
     """Marks of all rows: ids, where there are any; then segment and, if causal, position, where places are given."""
     if not look.lines:
         return None
@@ -99,11 +100,11 @@ def _marks(meeting: Meeting, look: Look) -> tpu.Marks | None:
             every = jnp.repeat(x.swapaxes(0, 1), look.head_tasks, axis=0)  # (N, C, n, 2)
             marks += [every[..., i] for i in range(2 if walk.is_causal else 1)]
     query, key = (jnp.stack(marks, axis=2) for marks in (mine, theirs))
-    return tpu.Marks(jnp.repeat(query, walk.group, axis=3), key)
+    return Marks(jnp.repeat(query, walk.group, axis=3), key)
 
 
 def _flat(
-    queries: Queries, keys: KeyRows, chunks: Array, marks: tpu.Marks | None, look: Look
+    queries: Queries, keys: KeyRows, chunks: Array, marks: Marks | None, look: Look
 ) -> tuple[gpu.Rows, gpu.Strides]:
     """The same as rows in one file."""
     tasks, num_chunks = queries.q.shape[:2]

@@ -15,22 +15,13 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from ringjax import softmax
 from ringjax.block.kernel import Look, dot, quotient
-from ringjax.block.platform import on_its_platform
-from ringjax.manual import shaped_like
+from ringjax.block.tpu_call import Call, Marks, Specs
 from ringjax.softmax import Partial, Running
 
 _LANES = 128
-
-
-class Marks(NamedTuple):
-    """What `Look.lines` compares: of queries (N, C, L, n * G), of keys (N, C, L, n)."""
-
-    query: Array
-    key: Array
 
 
 @functools.partial(jax.jit, static_argnames=("look", "interpret"))
@@ -57,20 +48,26 @@ def forward(
         look: The rules.
         interpret: Whether to interpret the kernel, on any platform.
     """
-    at = _Places(look, q.shape, "query")
-    stats = prior.lse[:, :, None]
-    out, lse = _call(
+    out, lse = forward_call(prior, q, kv, chunks, spans, marks, look=look).run(interpret)
+    return Partial(out, lse[:, :, 0])
+
+
+def forward_call(
+    prior: Partial, q: Array, kv: Array, chunks: Array, spans: Array, marks: Marks | None, *, look: Look
+) -> Call:
+    """The kernel of `forward` with its blocks."""
+    at = Specs(look, q.shape, "query")
+    sums = [(prior.out, at.query), (prior.lse[:, :, None], at.numbers("query", 1))]
+    return Call(
+        "forward",
         functools.partial(_forward_kernel, look=look),
         at,
-        "forward",
         2,
         (chunks, spans),
-        inputs=[(q, at.query), (kv, at.kv), *at.marks(marks), (prior.out, at.query), (stats, at.numbers("query", 1))],
-        outputs=[(prior.out, at.query), (stats, at.numbers("query", 1))],
-        scratch=[(look.blocks.query, q.shape[-1]), *[(look.blocks.query, 1)] * 2],
-        interpret=interpret,
+        [(q, at.query), (kv, at.kv), *at.marks(marks), *sums],
+        len(sums),
+        [(look.blocks.query, q.shape[-1]), *[(look.blocks.query, 1)] * 2],
     )
-    return Partial(out, lse[:, :, 0])
 
 
 def _forward_kernel(chunks: Any, spans: Any, q: Any, kv: Any, *refs: Any, look: Look) -> None:  # noqa: ANN401
@@ -121,14 +118,31 @@ def query_gradient(
         dout: The cotangent, like q.
         stats: The joint log-sum-exp (see `softmax.for_backward`) and delta, (N, C, 2, n * G).
     """
-    at = _Places(look, q.shape, "query")
-    (dq,) = _call(
+    given = dq, q, kv, dout, stats, chunks, spans, marks
+    return query_gradient_call(*given, look=look).run(interpret)[0]
+
+
+def query_gradient_call(
+    dq: Array,
+    q: Array,
+    kv: Array,
+    dout: Array,
+    stats: Array,
+    chunks: Array,
+    spans: Array,
+    marks: Marks | None,
+    *,
+    look: Look,
+) -> Call:
+    """The kernel of `query_gradient` with its blocks."""
+    at = Specs(look, q.shape, "query")
+    return Call(
+        "query_gradient",
         functools.partial(_query_gradient_kernel, look=look),
         at,
-        "query_gradient",
         3,
         (chunks, spans),
-        inputs=[
+        [
             (q, at.query),
             (kv, at.kv),
             *at.marks(marks),
@@ -136,11 +150,9 @@ def query_gradient(
             (stats, at.numbers("query", 2)),
             (dq, at.query),
         ],
-        outputs=[(dq, at.query)],
-        scratch=[(look.blocks.query, q.shape[-1]), *[(look.blocks.query, 1)] * 2],
-        interpret=interpret,
+        1,
+        [(look.blocks.query, q.shape[-1]), *[(look.blocks.query, 1)] * 2],
     )
-    return dq
 
 
 def _query_gradient_kernel(chunks: Any, spans: Any, q: Any, kv: Any, *refs: Any, look: Look) -> None:  # noqa: ANN401
@@ -189,26 +201,34 @@ def key_gradient(
         q, kv, dout, stats, chunks, marks, look, interpret: As for `query_gradient`.
         spans: See `Look.key_spans`.
     """
-    at = _Places(look, q.shape, "key")
-    (dkv,) = _call(
+    given = dkv, q, kv, dout, stats, chunks, spans, marks
+    return key_gradient_call(*given, look=look).run(interpret)[0]
+
+
+def key_gradient_call(
+    dkv: Array,
+    q: Array,
+    kv: Array,
+    dout: Array,
+    stats: Array,
+    chunks: Array,
+    spans: Array,
+    marks: Marks | None,
+    *,
+    look: Look,
+) -> Call:
+    """The kernel of `key_gradient` with its blocks."""
+    at = Specs(look, q.shape, "key")
+    return Call(
+        "key_gradient",
         functools.partial(_key_gradient_kernel, look=look),
         at,
-        "key_gradient",
         4,
         (chunks, spans),
-        inputs=[
-            (q, at.query),
-            (kv, at.kv),
-            *at.marks(marks),
-            (dout, at.query),
-            (stats, at.numbers("query", 2)),
-            (dkv, at.kv),
-        ],
-        outputs=[(dkv, at.kv)],
-        scratch=[(look.blocks.key, q.shape[-1])] * 2,
-        interpret=interpret,
+        [(q, at.query), (kv, at.kv), *at.marks(marks), (dout, at.query), (stats, at.numbers("query", 2)), (dkv, at.kv)],
+        1,
+        [(look.blocks.key, q.shape[-1])] * 2,
     )
-    return dkv
 
 
 def _key_gradient_kernel(chunks: Any, spans: Any, q: Any, kv: Any, *refs: Any, look: Look) -> None:  # noqa: ANN401
@@ -304,86 +324,3 @@ def _to_column(row: Array) -> Array:
 def _to_row(column: Array) -> Array:
     """(M, 1) as (1, M)."""
     return jnp.broadcast_to(column, (column.shape[0], _LANES)).T[:1]
-
-
-class _Places:
-    """The block specs of a pass whose outer blocks are of queries or of keys."""
-
-    def __init__(self, look: Look, shape: tuple[int, ...], outer: str) -> None:
-        tasks, dim = shape[0], shape[-1]
-        blocks = look.blocks
-        outer_blocks, inner_blocks = look.query_blocks, look.key_blocks
-        if outer == "key":
-            outer_blocks, inner_blocks = inner_blocks, outer_blocks
-        self.look, self.tasks, self.dim = look, tasks, dim
-        self.grid = (tasks, outer_blocks, inner_blocks)
-
-        def inner(spans: Any, task: Array, own: Array, nth: Array) -> Array:  # noqa: ANN401
-            head = quotient(task, look.head_tasks)
-            return jnp.clip(spans[head, own, 0] + nth, 0, jnp.maximum(spans[head, own, 2] - 1, 0))
-
-        def query(task: Array, own: Array, nth: Array, chunks: Any, spans: Any) -> tuple[Array, Array]:  # noqa: ANN401
-            return chunks[0], own if outer == "query" else inner(spans, task, own, nth)
-
-        def key(task: Array, own: Array, nth: Array, chunks: Any, spans: Any) -> tuple[Array, Array]:  # noqa: ANN401
-            return chunks[1], own if outer == "key" else inner(spans, task, own, nth)
-
-        def rows(place: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Any, ...]]:
-            return lambda task, *rest: (task, *place(task, *rest), 0)
-
-        def lanes(place: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Any, ...]]:
-            def index(task: Array, *rest: Any) -> tuple[Any, ...]:  # noqa: ANN401
-                chunk, block = place(task, *rest)
-                return task, chunk, 0, block
-
-            return index
-
-        self.query = pl.BlockSpec((1, 1, blocks.query, dim), rows(query))
-        self.kv = pl.BlockSpec((2, 1, 1, blocks.key, dim), lambda *at: (0, *rows(key)(*at)))
-        self._lanes = {"query": (blocks.query, lanes(query)), "key": (blocks.key, lanes(key))}
-
-    def numbers(self, which: str, lines: int) -> pl.BlockSpec:
-        """Of so many numbers per row of the queries or keys, (N, C, lines, rows)."""
-        size, index = self._lanes[which]
-        return pl.BlockSpec((1, 1, lines, size), index)
-
-    def marks(self, marks: Marks | None) -> list[tuple[Array, pl.BlockSpec]]:
-        """The marks with their specs."""
-        if marks is None:
-            return []
-        lines = len(self.look.lines)
-        return [(marks.query, self.numbers("query", lines)), (marks.key, self.numbers("key", lines))]
-
-
-def _call(
-    kernel: Callable[..., None],
-    at: _Places,
-    name: str,
-    multiplies: int,
-    scalars: tuple[Array, ...],
-    *,
-    inputs: list[tuple[Array, pl.BlockSpec]],
-    outputs: list[tuple[Array, pl.BlockSpec]],
-    scratch: list[tuple[int, int]],
-    interpret: bool,
-) -> list[Array]:
-    """Calls a kernel whose last inputs are summed up in place, as its outputs."""
-    first = len(scalars) + len(inputs) - len(outputs)
-    call = pl.pallas_call(
-        kernel,
-        out_shape=[shaped_like(array, *scalars) for array, _ in outputs],
-        grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(scalars),
-            grid=at.grid,
-            in_specs=[spec for _, spec in inputs],
-            out_specs=[spec for _, spec in outputs],
-            scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in scratch],
-        ),
-        input_output_aliases={first + i: i for i in range(len(outputs))},
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        cost_estimate=at.look.cost(at.tasks, at.dim, multiplies, inputs[0][0].dtype.itemsize),
-        name=f"ringjax_{name}",
-        interpret=interpret,
-    )
-    arrays = *scalars, *(array for array, _ in inputs)
-    return call(*arrays) if interpret else on_its_platform(call, *arrays)
