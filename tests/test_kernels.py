@@ -21,6 +21,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 import ringjax as rj
 from ringjax.block.backend import Case as KernelCase
+from ringjax.rehearse.kernels import kernel_costs
 
 SLOW = pytest.mark.slow
 TARGETS = ("interpret_tpu", "interpret_gpu")
@@ -221,3 +222,28 @@ def test_wrong_block_sizes(make, message):
 def test_what_does_not_fit_falls_back_when_nothing_is_forced():
     np.testing.assert_allclose(call(dim=512), 1.0, atol=1e-6)
     np.testing.assert_allclose(call(length=8), 1.0, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------- costs
+
+
+@pytest.mark.parametrize("target", ["tpu", "gpu"])
+@pytest.mark.parametrize("group", [1, 4])
+def test_causal_kernels_compute_little_that_is_masked(target, group):
+    size = 1024 if target == "tpu" else 128
+    for cost in kernel_costs(target, rows=16 * size, head_dim=128, group=group, is_causal=True):
+        assert 0.9 <= cost.useful_flops / cost.issued_flops < 1, cost
+
+
+def test_counted_bytes():
+    sizes = rj.BlockSizes(256, 256)
+    for cost in kernel_costs("tpu", rows=256, head_dim=64, tasks=3, block_sizes=sizes):
+        assert cost.moved_bytes == cost.least_bytes, cost
+        assert cost.useful_flops == cost.issued_flops, cost
+    full, causal = (
+        kernel_costs("tpu", rows=1024, head_dim=64, is_causal=c, block_sizes=sizes)[0] for c in (False, True)
+    )
+    key_block = 2 * 256 * 64 * 2
+    # four query blocks meet four key blocks each; a causal one meets 1, 2, 3 and 4, the first being there already once
+    assert full.moved_bytes - full.least_bytes == (16 - 4) * key_block
+    assert causal.moved_bytes - causal.least_bytes == (1 + 2 + 3 + 4 - 1 - 4) * key_block
