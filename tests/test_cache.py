@@ -2,7 +2,7 @@ import threading
 
 import jax
 import numpy as np
-from cases import Case, error
+from cases import QUICK, Case, error
 
 import ringjax as rj
 from ringjax.indices import _TableCache
@@ -21,16 +21,16 @@ def test_layers_over_one_pattern_make_one_miss():
     q, k, v, g = CASE.arrays(np.float32)
 
     def model(q, k, v):
-        for _ in range(5):
+        for _ in range(2):
             q = rj.dilated_attention(q, k, v, rj.DilationPattern((16, 32), (1, 4)))
         return q
 
-    out = jax.jit(lambda *a: jax.vjp(model, *a[:3])[1](a[3]))(q, k, v, g)
+    out = jax.jit(lambda *a: jax.vjp(model, *a[:3])[1](a[3]), compiler_options=QUICK)(q, k, v, g)
     info = rj.pattern_cache_info()
-    assert (info.misses, info.hits, info.entries) == (1, 9, 1)  # five layers, forward and backward
+    assert (info.misses, info.hits, info.entries) == (1, 3, 1)  # two layers, forward and backward
     assert info.bytes > 0
     # entries made under a trace serve the next trace and eager calls
-    again = jax.jit(lambda *a: jax.vjp(model, *a[:3])[1](a[3]))(q, k, v, g)
+    again = jax.jit(lambda *a: jax.vjp(model, *a[:3])[1](a[3]), compiler_options=QUICK)(q, k, v, g)
     assert error(again[0], out[0]) == 0
     assert rj.pattern_cache_info().misses == 1
 

@@ -44,7 +44,7 @@ def test_gradient_memory_is_small_where_nothing_divides(length, pattern):
 
 
 def test_program_does_not_grow_with_the_length():
-    pattern = rj.DilationPattern.geometric(2048, 32768, 4)
+    pattern = rj.DilationPattern.geometric(2048, 32768, 16)
     sizes = [len(compiled_gradient(length, True, pattern=pattern)[0].as_text()) for length in (65536, 1048576)]
     assert max(sizes) <= 1.2 * min(sizes)
 
