@@ -87,6 +87,7 @@ class Circle:
         if self.is_uniform:
             return self._sum_uniform(begun, sums, state, visit)
         state, own = visit(state, sums, cargo, me, True)
+        begun, own = lax.optimization_barrier((begun, own))  # else XLA may send both together, after this work
 
         def add(travelling: Tree, arrived: Tree, state: State, hop: Array | int) -> tuple[Tree, State]:
             coming = self._rotate(travelling)  # one hop behind the cargo, while this device computes its share

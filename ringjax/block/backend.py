@@ -63,18 +63,27 @@ class Case(NamedTuple):
         }
         return next((f"the {target} kernels {rule}" for rule, holds in rules.items() if not holds), "")
 
-    def blocks(self, target: Target, sizes: BlockSizes | None, *, is_gradient: bool) -> Blocks:
+    def blocks(self, target: Target, sizes: BlockSizes | None, *, is_gradient: bool, has_marks: bool = False) -> Blocks:
         """The blocks of a pass: as given, or by what compiles without spilling registers or memory."""
         if sizes is not None:
             query, key = (sizes.grad_query, sizes.grad_key) if is_gradient else (sizes.query, sizes.key)
         elif target == "tpu":
             query = key = 1024 if self.head_dim <= 128 and self.dtype == "bfloat16" else 512
         else:
-            is_small = self.head_dim <= 128 and self.dtype != "float32"
-            query, key = (64, 64) if is_gradient or not is_small else (128, 64)
-            query, key = (query, key) if is_small else (query // 2, key // 2)
+            query, key = self._gpu_blocks(is_gradient, has_marks)
         least = _LEAST_BLOCK[target]
         return Blocks(_fitting(query, self.rows * self.group, least), _fitting(key, self.rows, least))
+
+    def _gpu_blocks(self, is_gradient: bool, has_marks: bool) -> tuple[int, int]:
+        """Seen by the compilers for sm_80, sm_90 and sm_100 to spill nothing forward (to 128 dims), and little else."""
+        if self.dtype == "float32":  # no tensor cores: sums take registers
+            return 16, 32
+        if self.head_dim > 128:
+            return 32, 32
+        if is_gradient:
+            return 64, 64
+        is_plain = not has_marks and (self.head_dim <= 64 or self.head_dim == 128)  # 80 and 96 are masked to 128
+        return 128, 64 if is_plain else 32
 
 
 def _fitting(size: int, rows: int, least: int) -> int:

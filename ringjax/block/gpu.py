@@ -302,13 +302,12 @@ def _call(
     """Calls a kernel that adds to `sums` in place, with a program for each block of each task."""
     marks = () if rows.query_marks is None else (rows.query_marks, rows.key_marks)
     inputs = (rows.tasks, spans, rows.query, *rows.kv, *marks, *given)
-    dim = rows.query.shape[1]
     call = pl.pallas_call(
         kernel,
         out_shape=[shaped_like(x, *inputs) for x in sums],
         grid=(rows.tasks.shape[0] * blocks,),
         input_output_aliases={len(inputs) + i: i for i in range(len(sums))},
-        compiler_params=plgpu.CompilerParams(num_warps=8 if dim > 64 else 4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=2),
         name=f"ringjax_{name}",
         interpret=how.interpret,
     )

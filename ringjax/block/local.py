@@ -108,7 +108,7 @@ def _in_place(kernels: Kernels, dense: Dense, table: PartTable, options: BlockOp
     """Where each task finds its rows in the dense arrays."""
     heads, offsets, counts = (jnp.asarray(x) for x in (table.heads, table.offsets, table.counts))
     case = case_of(dense.query, table.rows, options.group)
-    blocks = case.blocks(kernels.target, kernels.sizes, is_gradient=is_gradient)
+    blocks = case.blocks(kernels.target, kernels.sizes, is_gradient=is_gradient, has_marks=dense.ids is not None)
     look = Look(
         blocks=blocks,
         rows=table.rows,

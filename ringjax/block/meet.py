@@ -61,10 +61,10 @@ def backward(kernels: Kernels, sums: tuple[Array, Array], meeting: Meeting, coun
 def _look(kernels: Kernels, meeting: Meeting, counts: Array, *, is_gradient: bool) -> Look:
     queries, _, visits, walk, scale, divisor = meeting
     case = case_of(queries.q, walk.rows, walk.group)
-    blocks = case.blocks(kernels.target, kernels.sizes, is_gradient=is_gradient)
     lines: list[Line] = ["same"] if queries.ids is not None else []
     if visits.places is not None:
         lines += ["same", "before"] if walk.is_causal else ["same"]
+    blocks = case.blocks(kernels.target, kernels.sizes, is_gradient=is_gradient, has_marks=bool(lines))
     return Look(
         blocks=blocks,
         rows=walk.rows,
