@@ -223,6 +223,8 @@ def test_registers_and_spills_of_each_kernel():
     first, second = parse_ptxas(PTXAS)
     assert first == KernelResources("meet_forward", 255, 24 + 20, None, 512)
     assert second == KernelResources("loop_add_fusion", 8, 0, None, 0)
+    copies = parse_ptxas(PTXAS.replace("meet_forward", "meet_forward_12"))
+    assert (copies[0].name, copies[0].plain_name) == ("meet_forward_12", "meet_forward")
 
 
 def test_threads_and_shared_memory_of_each_launch():

@@ -40,6 +40,11 @@ class KernelResources:
     threads: int | None
     shared_bytes: int
 
+    @property
+    def plain_name(self) -> str:
+        """The name without the number of a copy."""
+        return _COPY.sub("", self.name)
+
 
 def kernel_resources(
     dumped: pathlib.Path, architecture: str, names: Collection[str] | None = None
