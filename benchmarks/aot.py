@@ -60,8 +60,8 @@ CASES = {
     ),
     **{
         f"dim{dim}": Case(
-            f"16,384 tokens, 4 heads of {dim}, bfloat16, causal, zigzag; segments 2048, 16384, rates 1, 4",
-            Workload(rj.DilationPattern((2048, 16384), (1, 4)), seq_len=16384, num_heads=4, head_dim=dim),
+            f"32,768 tokens, 4 heads of {dim}, bfloat16, causal, zigzag; segments 2048, 32768, rates 1, 4",
+            Workload(rj.DilationPattern((2048, 32768), (1, 4)), seq_len=32768, num_heads=4, head_dim=dim),
             {"tpu": ("v5e:2x4",), "cuda": ("A100", "H100", "B200")},
             passes=("gradient",),
         )
