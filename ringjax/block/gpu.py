@@ -311,4 +311,4 @@ def _call(
         name=f"ringjax_{name}",
         interpret=how.interpret,
     )
-    return call(*inputs, *sums) if how.interpret else on_its_platform(call, *inputs, *sums)
+    return call(*inputs, *sums) if how.interpret else on_its_platform(call, *inputs, *sums, sums=len(sums))

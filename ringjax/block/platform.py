@@ -20,12 +20,17 @@ from jax.interpreters import batching, mlir
 PLATFORMS = ("tpu", "cuda")
 
 Given = TypeVar("Given")
-Jaxpr = Any  # `jax.extend.core.ClosedJaxpr`, which has no type stub
 
 
-def on_its_platform(call: Callable[..., Sequence[Array]], *arrays: Array) -> list[Array]:
-    """What `call(*arrays)` gives, lowered only for the platforms that have kernels; `call` closes over no array."""
-    return _kernel.bind(*arrays, jaxpr=jax.make_jaxpr(call)(*arrays))
+def on_its_platform(call: Callable[..., Sequence[Array]], *arrays: Array, sums: int) -> list[Array]:
+    """What `call(*arrays)` gives, traced and lowered only for the platforms that have kernels.
+
+    Args:
+        call: Gives arrays of the types of its last `sums` arguments; it closes over no array.
+        *arrays: Its arguments.
+        sums: How many results it has.
+    """
+    return _kernel.bind(*arrays, call=call, sums=sums)
 
 
 def refused(given: Given, reason: str) -> Given:
@@ -36,21 +41,29 @@ def refused(given: Given, reason: str) -> Given:
 
 _kernel = core.Primitive("ringjax_kernel")
 _kernel.multiple_results = True
-_kernel.def_abstract_eval(lambda *_, jaxpr: jaxpr.out_avals)
-_kernel.def_impl(lambda *arrays, jaxpr: jax.jit(core.jaxpr_as_fun(jaxpr))(*arrays))
+_kernel.def_abstract_eval(lambda *avals, call, sums: avals[-sums:])
+_kernel.def_impl(lambda *arrays, call, sums: jax.jit(call)(*arrays))
 
 
-def _run(*arrays: Array, jaxpr: Jaxpr) -> list[Array]:
-    return core.jaxpr_as_fun(jaxpr)(*arrays)
+def _run(*arrays: Array, call: Callable[..., Sequence[Array]], sums: int) -> Sequence[Array]:
+    return call(*arrays)
 
 
-def _stand_in(*_: Array, jaxpr: Jaxpr) -> list[Array]:
-    return [jnp.zeros(aval.shape, aval.dtype) for aval in jaxpr.out_avals]
+def _stand_in(*arrays: Array, call: Callable[..., Sequence[Array]], sums: int) -> list[Array]:
+    return [jnp.zeros_like(x) for x in arrays[-sums:]]
 
 
-def _batched(arrays: Sequence[Array], axes: Sequence[int | None], *, jaxpr: Jaxpr) -> tuple[Any, list[int]]:
-    call = jax.vmap(core.jaxpr_as_fun(jaxpr), in_axes=tuple(axes))
-    return on_its_platform(call, *arrays), [0] * len(jaxpr.out_avals)
+def _batched(
+    arrays: Sequence[Array], axes: Sequence[int | None], *, call: Callable[..., Sequence[Array]], sums: int
+) -> tuple[Any, list[int]]:
+    size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
+    moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
+    given, last = moved[:-sums], moved[-sums:]
+    last = [
+        jnp.broadcast_to(x, (size, *x.shape)) if axis is None else x for x, axis in zip(last, axes[-sums:], strict=True)
+    ]
+    in_axes = [None if axis is None else 0 for axis in axes[:-sums]] + [0] * sums
+    return on_its_platform(jax.vmap(call, in_axes=tuple(in_axes)), *given, *last, sums=sums), [0] * sums
 
 
 batching.primitive_batchers[_kernel] = _batched
@@ -58,11 +71,11 @@ mlir.register_lowering(_kernel, mlir.lower_fun(_stand_in))
 mlir.register_lowering(_kernel, mlir.lower_fun(_run), platform="tpu")
 
 
-def _lower_quietly(ctx: Any, *arrays: Any, jaxpr: Jaxpr) -> Any:  # noqa: ANN401
+def _lower_quietly(ctx: Any, *arrays: Any, **how: Any) -> Any:  # noqa: ANN401
     """JAX warns that its Triton lowering is to go; there is nothing that a caller could do about that."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return mlir.lower_fun(_run)(ctx, *arrays, jaxpr=jaxpr)
+        return mlir.lower_fun(_run)(ctx, *arrays, **how)
 
 
 mlir.register_lowering(_kernel, _lower_quietly, platform="cuda")

@@ -120,4 +120,4 @@ class Call(NamedTuple):
             interpret=interpret,
         )
         arrays = *self.scalars, *(array for array, _ in self.inputs)
-        return call(*arrays) if interpret else on_its_platform(call, *arrays)
+        return call(*arrays) if interpret else on_its_platform(call, *arrays, sums=self.sums)
