@@ -218,7 +218,7 @@ class _At:
         block = blocks - 1 - nth if self.look.is_causal else nth  # later queries see more: the longest come first
         head = quotient(task, self.look.head_tasks)
         starts = tasks[task, 0], tasks[task, 1], tasks[task, 2]
-        span = spans[head, block, 0], spans[head, block, 1], spans[head, block, 2], spans[head, block, 3]
+        span = spans[head, 0, block], spans[head, 1, block], spans[head, 2, block], spans[head, 3, block]
         here = _Here(*starts, block, *span)
         query, *kv = refs[: 1 + self.arrays]
         rest = list(refs[1 + self.arrays :])

@@ -4,8 +4,10 @@ A kernel works on *tasks* (a head in a batch entry or segment). The query rows o
 ``m`` of the branch, query head ``g`` of the ``G`` that share a key/value head, so keys and values are never expanded.
 Which blocks meet is a run-time table, the *spans*, as a device of a ring learns its place at run time:
 
-    query spans (heads, query blocks, 4): key blocks [first, whole) need no mask, [whole, end) do; count of key rows
-    key spans (heads, key blocks, 4): query blocks [first, whole) need a mask, [whole, end) do not; count of key rows
+    query spans (heads, 4, query blocks): key blocks [first, whole) need no mask, [whole, end) do; count of key rows
+    key spans (heads, 4, key blocks): query blocks [first, whole) need a mask, [whole, end) do not; count of key rows
+
+(The blocks come last because scalar memory on TPU is padded to 128 words along the last axis.)
 """
 
 from __future__ import annotations
@@ -158,7 +160,7 @@ class Look:
 
     def key_spans(self, query_spans: Array) -> Array:
         """The query blocks that meet each key block, from what the query blocks meet."""
-        low, whole, high, counts = (query_spans[..., i, None] for i in range(4))  # (heads, query blocks, 1)
+        low, whole, high, counts = (query_spans[:, i, :, None] for i in range(4))  # (heads, query blocks, 1)
         block = jnp.arange(self.key_blocks, dtype=jnp.int32)[None, None, :]
         meets, masked = (low <= block) & (block < high), (whole <= block) & (block < high)
         query = jnp.arange(self.query_blocks, dtype=jnp.int32)[None, :, None]
@@ -170,7 +172,7 @@ class Look:
 
 def _table(*columns: Array) -> Array:
     shape = jnp.broadcast_shapes(*(x.shape for x in columns))
-    return jnp.stack([jnp.broadcast_to(x, shape) for x in columns], axis=-1).astype(jnp.int32)
+    return jnp.stack([jnp.broadcast_to(x, shape) for x in columns], axis=1).astype(jnp.int32)
 
 
 def dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:

@@ -277,7 +277,7 @@ class _Here(NamedTuple):
 def _spans_here(spans: Any, look: Look) -> tuple[_Here, Array]:  # noqa: ANN401
     task, own, nth = (pl.program_id(i) for i in range(3))
     head = quotient(task, look.head_tasks)
-    first, whole, end, count = (spans[head, own, i] for i in range(4))
+    first, whole, end, count = (spans[head, i, own] for i in range(4))
     return _Here(own, first + nth, first, whole, end, count), nth
 
 

@@ -36,7 +36,7 @@ class Specs:
 
         def inner(spans: Any, task: Array, own: Array, nth: Array) -> Array:  # noqa: ANN401
             head = quotient(task, look.head_tasks)
-            return jnp.clip(spans[head, own, 0] + nth, 0, jnp.maximum(spans[head, own, 2] - 1, 0))
+            return jnp.clip(spans[head, 0, own] + nth, 0, jnp.maximum(spans[head, 2, own] - 1, 0))
 
         def query(task: Array, own: Array, nth: Array, chunks: Any, spans: Any) -> tuple[Array, Array]:  # noqa: ANN401
             return chunks[0], own if outer == "query" else inner(spans, task, own, nth)
