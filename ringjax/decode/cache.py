@@ -1,0 +1,191 @@
+"""What decoding keeps: in each branch the selected rows of the segment under way, and nothing else.
+
+Legend: ``B`` batch, ``K`` key/value heads, ``S`` slots of a branch, ``H`` head dim, ``w`` segment length, ``r`` rate.
+Position ``p`` is selected by head ``h`` iff ``(p mod w) mod r == o(h)``, and then stands in slot ``(p mod w) // r``:
+
+    w = 6, r = 2, o = 1    position  0 1 2 3 4 5 | 6 7 8 9 10 11
+                           slot        0   1   2 |   0   1    2
+
+A row of a finished segment stays in its slot until the next one takes it. Nobody sees it meanwhile: what a slot
+holds is told by positions alone, see `held_positions`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from ringjax.devices import Ring
+from ringjax.pattern import Branch, DilationPattern, whole_number
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCache:
+    """The keys and values that the next tokens can still see, made by `init_cache`; a pytree.
+
+    Its size does not depend on how many tokens went by: each branch has ``ceil(min(w, max_len) / r)`` slots for each of
+    its heads (on a ring, rounded up to a multiple of the ring size), so that
+
+        nbytes = 2 * itemsize * head_dim * batch * (sum over branches of heads * slots) + 4 * batch
+
+    Attributes:
+        keys: One array (B, heads, slots, H) per branch.
+        values: The same for the values.
+        lengths: Tokens that each entry of the batch has seen, int32 (B,).
+        pattern: The branches; static.
+        max_len: The length for which the cache was made; static.
+
+    Example:
+        >>> import ringjax as rj
+        >>> pattern = rj.DilationPattern(segment_lengths=(16, 64), dilation_rates=(1, 4))
+        >>> cache = rj.init_cache(pattern, batch=1, num_kv_heads=4, head_dim=8, max_len=1_000_000)
+        >>> [k.shape for k in cache.keys], cache.nbytes
+        ([(1, 4, 16, 8), (1, 4, 16, 8)], 8196)
+    """
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    lengths: Array
+    pattern: DilationPattern
+    max_len: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, over all devices together."""
+        return sum(x.size * x.dtype.itemsize for x in (*self.keys, *self.values, self.lengths))
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return sum(k.shape[1] for k in self.keys) if self.pattern.heads == "grouped" else self.keys[0].shape[1]
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The branches, with segments that are clamped to `max_len`."""
+        return self.pattern.branches(self.num_kv_heads, self.max_len)
+
+
+jax.tree_util.register_dataclass(
+    DecodeCache, data_fields=["keys", "values", "lengths"], meta_fields=["pattern", "max_len"]
+)
+
+
+def init_cache(
+    pattern: DilationPattern,
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_len: int,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    ring: Ring | None = None,
+) -> DecodeCache:
+    """An empty cache for `prefill` and `decode_step`.
+
+    Segments longer than `max_len` are cut to it, as `dilated_attention` cuts them to the length of its sequence: up to
+    `max_len` tokens both say the same. Decoding may go on beyond: a branch that was cut then starts a new segment
+    every `max_len` tokens, the others do not notice, and no row is lost before its segment is over.
+
+    Args:
+        pattern: The branches.
+        batch: Number of sequences that are decoded side by side.
+        num_kv_heads: Number of key/value heads.
+        head_dim: Head dim.
+        max_len: Length up to which the segments of the pattern are kept whole.
+        dtype: Dtype of keys and values.
+        ring: The devices over which the slots are sharded, or None. `batch_axis` and `head_axis` of the ring shard
+            batch and heads; its layout is that of the prompt, not of the cache.
+
+    Returns:
+        The cache.
+
+    Raises:
+        ValueError: If an argument is not as described.
+        NotImplementedError: If `heads="grouped"` meets a ring whose heads are sharded.
+
+    Example:
+        >>> import jax.numpy as jnp, ringjax as rj
+        >>> pattern = rj.DilationPattern.geometric(1024, 1_048_576, 4)
+        >>> cache = rj.init_cache(pattern, 1, num_kv_heads=4, head_dim=64, max_len=1_048_576, dtype=jnp.bfloat16)
+        >>> 2 * 2 * 4 * 64 * 1_048_576 // cache.nbytes  # times smaller than the keys and values of all tokens
+        170
+    """
+    if not isinstance(pattern, DilationPattern):
+        raise ValueError(f"`pattern` must be a DilationPattern, got {type(pattern).__name__}.")
+    batch, heads = whole_number("batch", batch), whole_number("num_kv_heads", num_kv_heads)
+    head_dim, max_len = whole_number("head_dim", head_dim), whole_number("max_len", max_len)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(f"`dtype` must be floating point, got {jnp.dtype(dtype)}.")
+    shards = 1 if ring is None else check_ring(ring, pattern, batch, heads)
+    branches = pattern.branches(heads, max_len)
+    slots = [-(-b.segment_length // b.rate) for b in branches]
+    slots = [s + -s % shards for s in slots]
+
+    def empty() -> DecodeCache:
+        rows = [jnp.zeros((batch, b.num_heads, s, head_dim), dtype) for b, s in zip(branches, slots, strict=True)]
+        return DecodeCache(tuple(rows), tuple(map(jnp.zeros_like, rows)), jnp.zeros(batch, jnp.int32), pattern, max_len)
+
+    if ring is None:
+        return empty()
+    specs = cache_specs(jax.eval_shape(empty), ring)
+    shardings = jax.tree.map(lambda spec: jax.NamedSharding(ring.resolve(), spec), specs, is_leaf=_is_spec)
+    return jax.jit(empty, out_shardings=shardings)()
+
+
+def cache_specs(cache: DecodeCache, ring: Ring) -> DecodeCache:
+    """How the arrays of a cache are sharded over a ring: a cache of specs."""
+    rows = PartitionSpec(ring.batch_axis, ring.head_axis, ring.axis_name, None)
+    specs: DecodeCache = jax.tree.map(lambda x: rows if x.ndim == 4 else PartitionSpec(ring.batch_axis), cache)
+    return specs
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def check_ring(ring: Ring, pattern: DilationPattern, batch: int, kv_heads: int) -> int:
+    """Checks that batch and heads fit on a ring, and returns its size."""
+    if not isinstance(ring, Ring):
+        raise ValueError(f"`ring` must be a Ring, got {type(ring).__name__}.")
+    for name, what, count in (("batch_axis", "batch", batch), ("head_axis", "key/value heads", kv_heads)):
+        if count % ring.size(name):
+            raise ValueError(
+                f"{what} must divide evenly over the {ring.size(name)} devices of `{name}` {getattr(ring, name)!r}, "
+                f"got {count}."
+            )
+    if pattern.heads == "grouped" and ring.size("head_axis") > 1:
+        raise NotImplementedError('`heads="grouped"` does not go with a `head_axis` that shards the heads.')
+    return ring.size("axis_name")
+
+
+def check_numbers(name: str, values: ArrayLike, batch: int, most: int) -> Array:
+    """Checks one count per entry of the batch; values that are known only at run time are clipped."""
+    if not jnp.issubdtype(jnp.result_type(values), jnp.integer) or jnp.shape(values) != (batch,):
+        raise ValueError(
+            f"`{name}` must be integers of shape ({batch},), got {jnp.result_type(values)} of {jnp.shape(values)}."
+        )
+    if not isinstance(values, jax.core.Tracer):
+        known = np.asarray(values)
+        if known.min() < 0 or known.max() > most:
+            raise ValueError(f"`{name}` must be between 0 and {most}, got {known.tolist()}.")
+    return jnp.clip(jnp.asarray(values), 0, most).astype(jnp.int32)
+
+
+def offset_table(cache: DecodeCache) -> np.ndarray:
+    """The offset of each key/value head in each branch, -1 where the head does not run it: (branches, K)."""
+    table = np.full((len(cache.keys), cache.num_kv_heads), -1, np.int32)
+    for row, branch in zip(table, cache.branches, strict=True):
+        row[branch.first_head : branch.first_head + branch.num_heads] = branch.offsets
+    return table
+
+
+def held_positions(branch: Branch, offsets: Array, first_slot: Array | int, slots: int) -> Array:
+    """The position, counted from the start of its segment, of the row for each slot of each head: (K, S)."""
+    slot = first_slot + jnp.arange(slots, dtype=jnp.int32)
+    return slot[None, :] * branch.rate + offsets[:, None]
