@@ -13,7 +13,7 @@ from ringjax.block import gpu, tpu
 from ringjax.block.backend import Kernels, case_of
 from ringjax.block.hops import KeyRows, Meeting, Queries, Visits
 from ringjax.block.kernel import Line, Look
-from ringjax.block.tpu_call import Marks
+from ringjax.block.tpu_call import Joint, Marks, Rows
 from ringjax.softmax import Partial
 
 
@@ -25,11 +25,12 @@ def forward(kernels: Kernels, found: Partial, meeting: Meeting, counts: Array) -
     for which in range(len(meeting.visits.query)):
         chunks, spans = _where(meeting.visits, which, look, counts)
         if kernels.target == "tpu":
-            found = tpu.forward(found, queries.q, keys.kv, chunks, spans, marks, look=look, interpret=kernels.interpret)
+            rows = Rows(queries.q, keys.kv, chunks, spans, marks)
+            found = tpu.forward(found, rows, look=look, interpret=kernels.interpret)
         else:
-            rows, strides = _flat(queries, keys, chunks, marks, look)
-            flat = Partial(_rows(found.out), found.lse.reshape(-1))
-            part = gpu.forward(flat, rows, spans, gpu.How(look, strides, kernels.interpret))
+            flat, strides = _flat(queries, keys, chunks, marks, look)
+            prior = Partial(_rows(found.out), found.lse.reshape(-1))
+            part = gpu.forward(prior, flat, spans, gpu.How(look, strides, kernels.interpret))
             found = Partial(*(x.reshape(y.shape) for x, y in zip(part, found, strict=True)))
     return found
 
@@ -46,15 +47,17 @@ def backward(kernels: Kernels, sums: tuple[Array, Array], meeting: Meeting, coun
         chunks, spans = _where(meeting.visits, which, look, counts)
         key_spans = look.key_spans(spans)
         if kernels.target == "tpu":
-            given = queries.q, keys.kv, dout, jnp.stack([lse, delta], axis=2), chunks
-            dq = tpu.query_gradient(dq, *given, spans, marks, look=look, interpret=kernels.interpret)
-            dkv = tpu.key_gradient(dkv, *given, key_spans, marks, look=look, interpret=kernels.interpret)
+            rows = Rows(queries.q, keys.kv, chunks, spans, marks)
+            joint = Joint(dout, jnp.stack([lse, delta], axis=2))
+            dq = tpu.query_gradient(dq, rows, joint, look=look, interpret=kernels.interpret)
+            rows = rows._replace(spans=key_spans)
+            dkv = tpu.key_gradient(dkv, rows, joint, look=look, interpret=kernels.interpret)
         else:
-            rows, strides = _flat(queries, keys, chunks, marks, look)
-            joint = gpu.Joint(_rows(dout), lse.reshape(-1), delta.reshape(-1))
+            flat, strides = _flat(queries, keys, chunks, marks, look)
+            came_out = gpu.Joint(_rows(dout), lse.reshape(-1), delta.reshape(-1))
             how = gpu.How(look, strides, kernels.interpret)
-            dq = gpu.query_gradient(_rows(dq), rows, joint, spans, how).reshape(dq.shape)
-            dkv = gpu.key_gradient((_rows(dkv),), rows, joint, key_spans, how)[0].reshape(dkv.shape)
+            dq = gpu.query_gradient(_rows(dq), flat, came_out, spans, how).reshape(dq.shape)
+            dkv = gpu.key_gradient((_rows(dkv),), flat, came_out, key_spans, how)[0].reshape(dkv.shape)
     return dq, dkv
 
 

@@ -18,55 +18,32 @@ from jax.experimental import pallas as pl
 
 from ringjax import softmax
 from ringjax.block.kernel import Look, dot, quotient
-from ringjax.block.tpu_call import Call, Marks, Specs
+from ringjax.block.tpu_call import Call, Joint, Rows, Specs
 from ringjax.softmax import Partial, Running
 
 _LANES = 128
 
 
 @functools.partial(jax.jit, static_argnames=("look", "interpret"))
-def forward(
-    prior: Partial,
-    q: Array,
-    kv: Array,
-    chunks: Array,
-    spans: Array,
-    marks: Marks | None,
-    *,
-    look: Look,
-    interpret: bool = False,
-) -> Partial:
-    """Merges what one chunk of queries finds in one chunk of keys into `prior`.
-
-    Args:
-        prior: Found before, (N, C, n * G, H) and (N, C, n * G), float32.
-        q: Queries (N, C, n * G, H), not scaled.
-        kv: Keys and values (2, N, C, n, H).
-        chunks: Chunk of the queries and chunk of the keys, (2,).
-        spans: See `Look.query_spans`.
-        marks: Of all rows, or None where `look` has no lines.
-        look: The rules.
-        interpret: Whether to interpret the kernel, on any platform.
-    """
-    out, lse = forward_call(prior, q, kv, chunks, spans, marks, look=look).run(interpret)
+def forward(prior: Partial, rows: Rows, *, look: Look, interpret: bool = False) -> Partial:
+    """Merges what the queries find in the keys into `prior`, (N, C, n * G, H) and (N, C, n * G), float32."""
+    out, lse = forward_call(prior, rows, look).run(interpret)
     return Partial(out, lse[:, :, 0])
 
 
-def forward_call(
-    prior: Partial, q: Array, kv: Array, chunks: Array, spans: Array, marks: Marks | None, *, look: Look
-) -> Call:
+def forward_call(prior: Partial, rows: Rows, look: Look) -> Call:
     """The kernel of `forward` with its blocks."""
-    at = Specs(look, q.shape, "query")
+    at = Specs(look, rows.q.shape, "query")
     sums = [(prior.out, at.query), (prior.lse[:, :, None], at.numbers("query", 1))]
     return Call(
-        "forward",
-        functools.partial(_forward_kernel, look=look),
-        at,
-        2,
-        (chunks, spans),
-        [(q, at.query), (kv, at.kv), *at.marks(marks), *sums],
-        len(sums),
-        [(look.blocks.query, q.shape[-1]), *[(look.blocks.query, 1)] * 2],
+        name="forward",
+        kernel=functools.partial(_forward_kernel, look=look),
+        specs=at,
+        multiplies=2,
+        scalars=(rows.chunks, rows.spans),
+        inputs=[*at.rows(rows), *sums],
+        sums=2,
+        scratch=[(look.blocks.query, at.dim), *[(look.blocks.query, 1)] * 2],
     )
 
 
@@ -97,61 +74,23 @@ def _forward_kernel(chunks: Any, spans: Any, q: Any, kv: Any, *refs: Any, look: 
 
 
 @functools.partial(jax.jit, static_argnames=("look", "interpret"))
-def query_gradient(
-    dq: Array,
-    q: Array,
-    kv: Array,
-    dout: Array,
-    stats: Array,
-    chunks: Array,
-    spans: Array,
-    marks: Marks | None,
-    *,
-    look: Look,
-    interpret: bool = False,
-) -> Array:
-    """Adds the gradient of one chunk of queries over one chunk of keys to `dq` (N, C, n * G, H).
-
-    Args:
-        dq: Summed before, float32.
-        q, kv, chunks, spans, marks, look, interpret: As for `forward`.
-        dout: The cotangent, like q.
-        stats: The joint log-sum-exp (see `softmax.for_backward`) and delta, (N, C, 2, n * G).
-    """
-    given = dq, q, kv, dout, stats, chunks, spans, marks
-    return query_gradient_call(*given, look=look).run(interpret)[0]
+def query_gradient(dq: Array, rows: Rows, joint: Joint, *, look: Look, interpret: bool = False) -> Array:
+    """Adds the gradient of the queries to `dq` (N, C, n * G, H), float32."""
+    return query_gradient_call(dq, rows, joint, look).run(interpret)[0]
 
 
-def query_gradient_call(
-    dq: Array,
-    q: Array,
-    kv: Array,
-    dout: Array,
-    stats: Array,
-    chunks: Array,
-    spans: Array,
-    marks: Marks | None,
-    *,
-    look: Look,
-) -> Call:
+def query_gradient_call(dq: Array, rows: Rows, joint: Joint, look: Look) -> Call:
     """The kernel of `query_gradient` with its blocks."""
-    at = Specs(look, q.shape, "query")
+    at = Specs(look, rows.q.shape, "query")
     return Call(
-        "query_gradient",
-        functools.partial(_query_gradient_kernel, look=look),
-        at,
-        3,
-        (chunks, spans),
-        [
-            (q, at.query),
-            (kv, at.kv),
-            *at.marks(marks),
-            (dout, at.query),
-            (stats, at.numbers("query", 2)),
-            (dq, at.query),
-        ],
-        1,
-        [(look.blocks.query, q.shape[-1]), *[(look.blocks.query, 1)] * 2],
+        name="query_gradient",
+        kernel=functools.partial(_query_gradient_kernel, look=look),
+        specs=at,
+        multiplies=3,
+        scalars=(rows.chunks, rows.spans),
+        inputs=[*at.rows(rows), *at.joint(joint), (dq, at.query)],
+        sums=1,
+        scratch=[(look.blocks.query, at.dim), *[(look.blocks.query, 1)] * 2],
     )
 
 
@@ -181,53 +120,23 @@ def _query_gradient_kernel(chunks: Any, spans: Any, q: Any, kv: Any, *refs: Any,
 
 
 @functools.partial(jax.jit, static_argnames=("look", "interpret"))
-def key_gradient(
-    dkv: Array,
-    q: Array,
-    kv: Array,
-    dout: Array,
-    stats: Array,
-    chunks: Array,
-    spans: Array,
-    marks: Marks | None,
-    *,
-    look: Look,
-    interpret: bool = False,
-) -> Array:
-    """Adds the gradient of one chunk of keys and values to `dkv` (2, N, C, n, H).
-
-    Args:
-        dkv: Summed before, float32.
-        q, kv, dout, stats, chunks, marks, look, interpret: As for `query_gradient`.
-        spans: See `Look.key_spans`.
-    """
-    given = dkv, q, kv, dout, stats, chunks, spans, marks
-    return key_gradient_call(*given, look=look).run(interpret)[0]
+def key_gradient(dkv: Array, rows: Rows, joint: Joint, *, look: Look, interpret: bool = False) -> Array:
+    """Adds the gradient of keys and values to `dkv` (2, N, C, n, H), float32."""
+    return key_gradient_call(dkv, rows, joint, look).run(interpret)[0]
 
 
-def key_gradient_call(
-    dkv: Array,
-    q: Array,
-    kv: Array,
-    dout: Array,
-    stats: Array,
-    chunks: Array,
-    spans: Array,
-    marks: Marks | None,
-    *,
-    look: Look,
-) -> Call:
+def key_gradient_call(dkv: Array, rows: Rows, joint: Joint, look: Look) -> Call:
     """The kernel of `key_gradient` with its blocks."""
-    at = Specs(look, q.shape, "key")
+    at = Specs(look, rows.q.shape, "key")
     return Call(
-        "key_gradient",
-        functools.partial(_key_gradient_kernel, look=look),
-        at,
-        4,
-        (chunks, spans),
-        [(q, at.query), (kv, at.kv), *at.marks(marks), (dout, at.query), (stats, at.numbers("query", 2)), (dkv, at.kv)],
-        1,
-        [(look.blocks.key, q.shape[-1])] * 2,
+        name="key_gradient",
+        kernel=functools.partial(_key_gradient_kernel, look=look),
+        specs=at,
+        multiplies=4,
+        scalars=(rows.chunks, rows.spans),
+        inputs=[*at.rows(rows), *at.joint(joint), (dkv, at.kv)],
+        sums=1,
+        scratch=[(look.blocks.key, at.dim)] * 2,
     )
 
 

@@ -22,6 +22,31 @@ class Marks(NamedTuple):
     key: Array
 
 
+class Rows(NamedTuple):
+    """Rows of which one chunk of queries meets one chunk of keys.
+
+    Attributes:
+        q: Queries (N, C, n * G, H), not scaled.
+        kv: Keys and values (2, N, C, n, H).
+        chunks: Chunk of the queries and chunk of the keys, (2,).
+        spans: Which blocks meet: `Look.query_spans`, or `Look.key_spans` for the gradient of keys.
+        marks: Of all rows, or None where the rules have no lines.
+    """
+
+    q: Array
+    kv: Array
+    chunks: Array
+    spans: Array
+    marks: Marks | None
+
+
+class Joint(NamedTuple):
+    """What came out: the cotangent, like the queries; lse (see `softmax.for_backward`) and delta (N, C, 2, n * G)."""
+
+    dout: Array
+    stats: Array
+
+
 class Specs:
     """The block specs of a pass whose outer blocks are of queries or of keys."""
 
@@ -63,12 +88,18 @@ class Specs:
         size, index = self._lanes[which]
         return pl.BlockSpec((1, 1, lines, size), index)
 
-    def marks(self, marks: Marks | None) -> list[tuple[Array, pl.BlockSpec]]:
-        """The marks with their specs."""
-        if marks is None:
-            return []
+    def rows(self, rows: Rows) -> list[tuple[Array, pl.BlockSpec]]:
+        """Queries, keys and values, and marks, with their specs."""
+        inputs = [(rows.q, self.query), (rows.kv, self.kv)]
+        if rows.marks is None:
+            return inputs
         lines = len(self.look.lines)
-        return [(marks.query, self.numbers("query", lines)), (marks.key, self.numbers("key", lines))]
+        numbers = [self.numbers(which, lines) for which in ("query", "key")]
+        return [*inputs, *zip(rows.marks, numbers, strict=True)]
+
+    def joint(self, joint: Joint) -> list[tuple[Array, pl.BlockSpec]]:
+        """The same for what came out."""
+        return [(joint.dout, self.query), (joint.stats, self.numbers("query", 2))]
 
 
 class Call(NamedTuple):

@@ -13,7 +13,7 @@ from jax import Array
 from ringjax.block import tpu
 from ringjax.block.backend import Case, Target
 from ringjax.block.kernel import BlockSizes, Look
-from ringjax.block.tpu_call import Call
+from ringjax.block.tpu_call import Call, Joint, Rows
 from ringjax.softmax import Partial
 
 _PASSES = ("forward", "query_gradient", "key_gradient")
@@ -113,11 +113,11 @@ def _tpu_bytes(name: str, look: Look, tasks: int, head_dim: int, dtype: str, spa
     def build(*arrays: Array) -> None:
         if name == "forward":
             out, lse, q, kv = arrays
-            found.append(tpu.forward_call(Partial(out, lse), q, kv, chunks, spans, None, look=look))
+            found.append(tpu.forward_call(Partial(out, lse), Rows(q, kv, chunks, spans, None), look))
         else:
             sums, q, kv, dout, stats = arrays
             make = tpu.query_gradient_call if name == "query_gradient" else tpu.key_gradient_call
-            found.append(make(sums, q, kv, dout, stats, chunks, spans, None, look=look))
+            found.append(make(sums, Rows(q, kv, chunks, spans, None), Joint(dout, stats), look))
 
     jax.eval_shape(build, *arrays)
     call = found[0]
