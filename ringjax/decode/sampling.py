@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import numbers
 from collections.abc import Callable
 from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ringjax.pattern import whole_number
@@ -97,7 +97,7 @@ def _check_choice(rng: Array | None, temperature: float | Array, top_k: int | No
         raise ValueError(f"`greedy` must be a bool, got {greedy!r}.")
     if not _is_positive(temperature):
         raise ValueError(f"`temperature` must be a finite number above 0, got {temperature!r}.")
-    if greedy and not (rng is None and top_k is None and isinstance(temperature, int | float) and temperature == 1):
+    if greedy and not (rng is None and top_k is None and not isinstance(temperature, Array) and temperature == 1):
         raise ValueError("`rng`, `temperature` and `top_k` must not be given with `greedy=True`, which draws nothing.")
     if not greedy and rng is None:
         raise ValueError("`rng` must be given unless `greedy=True`, got None.")
@@ -107,4 +107,6 @@ def _is_positive(x: object) -> bool:
     """Whether `x` is a finite number above 0, as far as that is known before the program runs."""
     if isinstance(x, Array):
         return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.floating)
-    return isinstance(x, numbers.Real) and not isinstance(x, bool) and 0 < float(x) < math.inf
+    if isinstance(x, bool) or not isinstance(x, int | float | np.number):
+        return False
+    return 0 < float(x) < math.inf

@@ -141,10 +141,13 @@ def _step(
             inside = held_positions(branch, offsets[i, heads], first_slot, slots)
             is_held = begin[:, None, :, None] + inside[None, :, None, :] < cache.lengths[:, None, None, None]
             seen = (is_selected[..., None] & is_held).astype(mine.query.dtype)
-            parts.append(_attend(mine.query, cache.keys[i], cache.values[i], seen))
-            put = functools.partial(_put, slot=_slots(branch, mine, is_selected, counts, first_slot, slots))
-            keys.append(put(cache.keys[i], mine.key))
-            values.append(put(cache.values[i], mine.value))
+            part = _attend(mine.query, cache.keys[i], cache.values[i], seen)
+            # read before written: then the rows need not be copied
+            part, old_keys, old_values = lax.optimization_barrier((part, cache.keys[i], cache.values[i]))
+            slot = _slots(branch, mine, is_selected, counts, first_slot, slots)
+            keys.append(_put(old_keys, mine.key, slot))
+            values.append(_put(old_values, mine.value, slot))
+            parts.append(part)
     cached = _joined(cache, parts)
     cached = cached if axis_name is None else _over_ring(cached, axis_name)
     own = _attend(chunk.query, chunk.key, chunk.value, _times_seen(cache.branches, offsets, chunk))
@@ -194,7 +197,7 @@ def _attend_rows(query: Array, key: Array, value: Array, times: Array) -> Partia
     group = query.shape[1]
     q, times = query.reshape(-1, query.shape[2]), jnp.repeat(times, group, axis=0)
     k, v = key.astype(q.dtype), value.astype(q.dtype)
-    scores = jnp.where(times > 0, q @ k.T, -jnp.inf)
+    scores = jnp.where(times > 0, (k @ q.T).T, -jnp.inf)  # turning the scores is cheaper than turning the keys
     state, weights = softmax.rescale(softmax.start(q), scores)
     weights = weights * times
     part = softmax.finish(softmax.Running(weights @ v, state.peak, weights.sum(axis=1)))
