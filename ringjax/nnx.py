@@ -1,0 +1,148 @@
+"""Dilated self-attention as a layer of Flax nnx."""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jax.typing import DTypeLike
+
+from ringjax.block.backend import Implementation
+from ringjax.devices import Ring
+from ringjax.pattern import DilationPattern
+from ringjax.ring import AxisName
+from ringjax.self_attention import Initializer, PositionKind, SelfAttention, self_attention
+
+_KERNEL_INIT, _BIAS_INIT = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
+
+
+class DilatedSelfAttention(nnx.Module):
+    """Dilated self-attention with its projections, on one device or on a ring.
+
+    The same parameters give the same output on any ring, and in `ringjax.linen.DilatedSelfAttention`, where they have
+    the same names and shapes. Where the ring has a `head_axis`, the kernels carry it as partitioning metadata.
+
+    Args:
+        num_heads: Query heads.
+        in_features: Features of the input.
+        pattern: The branches.
+        num_kv_heads: Key/value heads, a divisor of `num_heads`; as many by default.
+        head_dim: Dimensions per head, ``in_features // num_heads`` by default.
+        out_features: Features of the output, `in_features` by default.
+        is_causal: Whether a position sees only itself and those before.
+        positions: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
+        sub_norm: Whether the concatenated heads are normalized (layer norm) before the output projection.
+        use_bias: Whether the projections have a bias.
+        dtype: Of the computation, by default that of input and parameters together; see `ringjax.compute_dtype`.
+        param_dtype: Of the parameters.
+        kernel_init: Initializer of the kernels, seen as matrices.
+        bias_init: Initializer of the biases.
+        ring: The devices that share the sequence, or None. Inputs are then in the ring's layout.
+        implementation: As for `dilated_attention`.
+        rngs: Where the parameters come from.
+
+    Raises:
+        ValueError: If an argument is not as described.
+
+    Example:
+        >>> import jax.numpy as jnp, ringjax as rj
+        >>> from flax import nnx
+        >>> from ringjax.nnx import DilatedSelfAttention
+        >>> pattern = rj.DilationPattern((16, 64), (1, 4))
+        >>> layer = DilatedSelfAttention(4, 32, pattern, is_causal=True, positions="rotary", rngs=nnx.Rngs(0))
+        >>> layer(jnp.ones((2, 64, 32))).shape
+        (2, 64, 32)
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        in_features: int,
+        pattern: DilationPattern,
+        *,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        out_features: int | None = None,
+        is_causal: bool = False,
+        positions: PositionKind | None = None,
+        sub_norm: bool = False,
+        use_bias: bool = True,
+        dtype: DTypeLike | None = None,
+        param_dtype: DTypeLike = jnp.float32,
+        kernel_init: Initializer = _KERNEL_INIT,
+        bias_init: Initializer = _BIAS_INIT,
+        ring: Ring | None = None,
+        implementation: Implementation | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        core = self_attention(
+            pattern,
+            in_features,
+            num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            is_causal=is_causal,
+            positions=positions,
+            ring=ring,
+            implementation=implementation,
+        )
+        self.core: SelfAttention = core
+        head_shape = (core.num_heads, core.head_dim)
+        out_features = core.in_features if out_features is None else out_features
+        projection = functools.partial(
+            nnx.LinearGeneral,
+            use_bias=use_bias,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            kernel_init=kernel_init,
+            bias_init=bias_init,
+            rngs=rngs,
+        )
+        into_heads = functools.partial(
+            projection,
+            core.in_features,
+            kernel_metadata=self._over(None, core.head_axis, None),
+            bias_metadata=self._over(core.head_axis, None),
+        )
+        self.query = into_heads(head_shape)
+        self.key = into_heads((core.num_kv_heads, core.head_dim))
+        self.value = into_heads((core.num_kv_heads, core.head_dim))
+        over_heads = self._over(core.head_axis, None, None)
+        self.out = projection(head_shape, out_features, axis=(-2, -1), kernel_metadata=over_heads)
+        norm = functools.partial(
+            nnx.LayerNorm, dtype=dtype, param_dtype=param_dtype, use_fast_variance=False, rngs=rngs
+        )
+        self.sub_norm: nnx.LayerNorm | None = nnx.data(norm(core.num_heads * core.head_dim) if sub_norm else None)
+
+    def __call__(
+        self,
+        x: Array,
+        *,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        seq_len: int | None = None,
+    ) -> Array:
+        """The layer's output (batch..., length, out_features).
+
+        Args:
+            x: Inputs (batch..., length, in_features), in the layout of the ring if there is one.
+            positions: Position of each row, integers (length,) or (batch..., length); by default that in the sequence,
+                which the ring's layout tells. From 0 to ``length - 1`` for xPos.
+            segment_ids, seq_len: As for `dilated_attention`.
+        """
+        self.core.check_features(x)
+        attended = self.core(
+            self.query(x), self.key(x), self.value(x), positions=positions, segment_ids=segment_ids, seq_len=seq_len
+        )
+        if self.sub_norm is not None:
+            flat = attended.reshape(*attended.shape[:-2], -1)
+            attended = self.sub_norm(flat).reshape(attended.shape)
+        return self.out(attended, out_sharding=self.core.out_sharding(x.ndim))
+
+    def _over(self, *names: AxisName | None) -> dict[str, object]:
+        """Metadata of a parameter whose axes are sharded over these mesh axes."""
+        if self.core.head_axis is None:
+            return {}
+        return {"out_sharding": names, "mesh": self.core.mesh}

@@ -1,0 +1,40 @@
+"""Which dtype a device computes fastest in without losing range."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+_AMPERE = 8.0  # the first compute capability with bfloat16
+
+
+def compute_dtype(device: jax.Device | None = None) -> np.dtype:
+    """The dtype for the `dtype` of a layer: bfloat16 where the device computes it natively, float32 elsewhere.
+
+    A proposal, which nothing in ringjax takes by itself: pass another dtype to use another.
+
+    Args:
+        device: The device, or None for the default one.
+
+    Returns:
+        bfloat16 on TPUs and on GPUs of compute capability 8.0 and later, float32 elsewhere.
+
+    Example:
+        >>> import jax, ringjax as rj
+        >>> rj.compute_dtype(jax.devices("cpu")[0])
+        dtype('float32')
+    """
+    device = jax.devices()[0] if device is None else device
+    is_native = device.platform == "tpu" or _capability(device) >= _AMPERE
+    return jnp.dtype(jnp.bfloat16 if is_native else jnp.float32)
+
+
+def _capability(device: jax.Device) -> float:
+    """CUDA's compute capability, or 0."""
+    if device.platform not in ("gpu", "cuda"):
+        return 0.0
+    try:
+        return float(device.compute_capability)
+    except (AttributeError, ValueError):  # other makers' GPUs name theirs otherwise
+        return 0.0

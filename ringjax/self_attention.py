@@ -1,0 +1,209 @@
+"""What the self-attention layers of nnx and linen share: everything but the making of parameters.
+
+Legend: ``T`` length, ``F`` features, ``N`` query heads, ``K`` key/value heads, ``H`` head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ringjax.adapter import batched
+from ringjax.attention import dilated_attention
+from ringjax.block.backend import Implementation
+from ringjax.devices import Ring, axes
+from ringjax.layout import layout_for
+from ringjax.layout import positions as stored_positions
+from ringjax.pattern import DilationPattern, whole_number
+from ringjax.ring import AxisName
+from ringjax.rotary import rotary, xpos
+
+PositionKind = Literal["rotary", "xpos"]
+Initializer = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfAttention:
+    """The sizes of a self-attention layer, and what it does between its projections."""
+
+    pattern: DilationPattern
+    in_features: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_causal: bool
+    positions: PositionKind | None
+    ring: Ring | None
+    implementation: Implementation | None
+
+    def kernel_shapes(self, out_features: int) -> dict[str, tuple[int, int, int]]:
+        """The shape of each projection's kernel.
+
+        Example:
+            >>> from ringjax import DilationPattern
+            >>> self_attention(DilationPattern((16,), (1,)), 32, 4, num_kv_heads=2).kernel_shapes(32)
+            {'query': (32, 4, 8), 'key': (32, 2, 8), 'value': (32, 2, 8), 'out': (4, 8, 32)}
+        """
+        shared = (self.in_features, self.num_kv_heads, self.head_dim)
+        query = (self.in_features, self.num_heads, self.head_dim)
+        return {"query": query, "key": shared, "value": shared, "out": (*query[1:], out_features)}
+
+    @property
+    def head_axis(self) -> AxisName | None:
+        """The mesh axis that shards the heads axis of the kernels."""
+        return None if self.ring is None else self.ring.head_axis
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh for which parameters are made, if it was given."""
+        return self.ring.mesh if self.ring is not None and isinstance(self.ring.mesh, Mesh) else None
+
+    def out_sharding(self, ndim: int) -> NamedSharding | None:
+        """How the output is sharded, where it must be said: the sum over heads on an explicit mesh."""
+        if self.ring is None or self.head_axis is None:
+            return None
+        mesh = self.ring.resolve()
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        if not any(kinds[axis] == AxisType.Explicit for axis in axes(self.head_axis)):
+            return None
+        spec = PartitionSpec(self.ring.batch_axis, *(None,) * (ndim - 3), self.ring.axis_name, None)
+        return NamedSharding(mesh, spec)
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        positions: Array | None,
+        segment_ids: Array | None,
+        seq_len: int | None,
+    ) -> Array:
+        """The attention of projected arrays (batch..., T, heads, H), with positions put in."""
+        shape = query.shape
+        query, key, value = batched({"query": query, "key": key, "value": value})
+        if segment_ids is not None:
+            segment_ids = _as_rows("segment_ids", segment_ids, shape[:-2])
+        query, key = self._placed(query, key, positions, shape)
+        out = dilated_attention(
+            query,
+            key,
+            value,
+            self.pattern,
+            is_causal=self.is_causal,
+            segment_ids=segment_ids,
+            seq_len=seq_len,
+            ring=self.ring,
+            implementation=self.implementation,
+        )
+        return out if out.shape == shape else out.reshape(shape)
+
+    def check_features(self, x: Array) -> None:
+        """Checks the input of a layer."""
+        if x.ndim < 2 or x.shape[-1] != self.in_features:
+            raise ValueError(
+                f"`x` must have the axes (batch..., length, {self.in_features} features), got shape {x.shape}."
+            )
+
+    def _placed(self, query: Array, key: Array, positions: Array | None, shape: tuple[int, ...]) -> tuple[Array, Array]:
+        """Queries and keys that know their positions."""
+        if self.positions is None:
+            if positions is not None:
+                raise ValueError('`positions` must be None for a layer without "rotary" or "xpos", got an array.')
+            return query, key
+        length = shape[-3]
+        if positions is None:
+            positions = self._true_positions(length)
+        elif getattr(positions, "ndim", 1) > 1:
+            positions = _as_rows("positions", positions, shape[:-2])
+        with jax.named_scope(self.positions):
+            if self.positions == "rotary":
+                return rotary(query, positions), rotary(key, positions)
+            return xpos(query, key, positions, length=length)
+
+    def _true_positions(self, length: int) -> Array:
+        if self.ring is None:
+            return jnp.arange(length, dtype=jnp.int32)
+        size = self.ring.size("axis_name")
+        return stored_positions(layout_for(self.ring.layout, size), length, size)
+
+
+def self_attention(
+    pattern: DilationPattern,
+    in_features: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    is_causal: bool = False,
+    positions: PositionKind | None = None,
+    ring: Ring | None = None,
+    implementation: Implementation | None = None,
+) -> SelfAttention:
+    """Checks the arguments of a layer and fills in its sizes.
+
+    Example:
+        >>> from ringjax import DilationPattern
+        >>> self_attention(DilationPattern((16,), (1,)), in_features=32, num_heads=4).head_dim
+        8
+    """
+    if not isinstance(pattern, DilationPattern):
+        raise ValueError(f"`pattern` must be a DilationPattern, got {type(pattern).__name__}.")
+    if not isinstance(is_causal, bool):
+        raise ValueError(f"`is_causal` must be a bool, got {is_causal!r}.")
+    if ring is not None and not isinstance(ring, Ring):
+        raise ValueError(f"`ring` must be a Ring, got {type(ring).__name__}.")
+    in_features, num_heads = whole_number("in_features", in_features), whole_number("num_heads", num_heads)
+    num_kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
+    if num_heads % num_kv_heads:
+        raise ValueError(f"`num_heads` must be a multiple of `num_kv_heads`, got {num_heads} and {num_kv_heads}.")
+    if head_dim is None and in_features % num_heads:
+        raise ValueError(
+            f"`in_features` must be a multiple of `num_heads` where `head_dim` is not given, got {in_features} and "
+            f"{num_heads}."
+        )
+    head_dim = in_features // num_heads if head_dim is None else whole_number("head_dim", head_dim)
+    if positions is not None:
+        if positions not in get_args(PositionKind):
+            raise ValueError(f"`positions` must be None or one of {get_args(PositionKind)}, got {positions!r}.")
+        if head_dim % 2:
+            raise ValueError(f"`head_dim` must be even for `positions={positions!r}`, got {head_dim}.")
+        if positions == "xpos" and not is_causal:
+            raise ValueError(
+                '`is_causal` must be True for `positions="xpos"`, whose scores of later keys grow, got False.'
+            )
+    return SelfAttention(
+        pattern, in_features, num_heads, num_kv_heads, head_dim, is_causal, positions, ring, implementation
+    )
+
+
+def flat_initializer(init: Initializer, contracted: int) -> Initializer:
+    """An initializer of kernels with many axes that sees them as matrices, the first `contracted` axes being its rows.
+
+    Example:
+        >>> import jax
+        >>> show_shape = lambda key, shape, dtype: print(shape) or jax.numpy.zeros(shape, dtype)
+        >>> flat_initializer(show_shape, 1)(jax.random.key(0), (32, 4, 8), "float32").shape
+        (32, 32)
+        (32, 4, 8)
+    """
+
+    def initial(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:  # noqa: ANN401
+        flat = (math.prod(shape[:contracted]), math.prod(shape[contracted:]))
+        return init(key, flat, dtype).reshape(shape)
+
+    return initial
+
+
+def _as_rows(name: str, x: Array, leading: tuple[int, ...]) -> Array:
+    """An array (batch..., T) with one batch axis."""
+    if getattr(x, "shape", None) != leading:
+        raise ValueError(f"`{name}` must have shape (batch..., length) = {leading}, got {getattr(x, 'shape', x)!r}.")
+    return x if x.ndim == 2 else x.reshape(-1, leading[-1])

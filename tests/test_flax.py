@@ -1,0 +1,390 @@
+"""The Flax layers: stock ones with our `attention_fn`, and our own, on one device and on rings."""
+
+import functools
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import QUICK, error, ring_mesh, stored_on
+from flax import linen, nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import ringjax as rj
+import ringjax.linen
+import ringjax.nnx
+from ringjax import rotary as rotations
+from ringjax.self_attention import flat_initializer
+
+BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 64, 4, 2, 8
+FEATURES = HEADS * DIM
+PATTERN = rj.DilationPattern((16, 64), (1, 4))
+LIMIT = 2e-6
+OPTIONS = {"num_kv_heads": KV_HEADS, "is_causal": True, "positions": "rotary", "sub_norm": True}
+
+
+def random(*shape, seed=0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+X, COTANGENT = random(BATCH, LENGTH, FEATURES), random(BATCH, LENGTH, FEATURES, seed=1)
+
+
+def run(layer, parameters, x, cotangent):
+    """Output and gradients of a layer, a function of parameters and input."""
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def both(parameters, x, cotangent):
+        out, pull = jax.vjp(layer, parameters, x)
+        return out, *pull(cotangent)
+
+    return both(parameters, x, cotangent)
+
+
+def assert_close(got, expected):
+    """Outputs, gradients of parameters (as one vector: that of a key bias is 0, a sum that cancels) and of inputs."""
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, expected)
+    for name, x, reference in zip(("out", "parameters", "x"), got, expected, strict=True):
+        flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (x, reference)]
+        assert error(*flat) <= LIMIT, (name, error(*flat))
+
+
+def in_float64(layer, *arguments):
+    """What `run` gives, by float64."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), arguments)
+        return jax.tree.map(np.asarray, run(layer, *wide))
+
+
+def drawn(shapes):
+    """Parameters that are nowhere 0 or 1: compiling no initializer saves seconds."""
+    return jax.tree.map(lambda p: 0.2 * random(*p.shape, seed=math.prod(p.shape)) + (len(p.shape) == 1), shapes)
+
+
+def functional(make):
+    """An nnx layer as a function of its parameters, a dict, and their shapes."""
+    graph, state, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
+
+    def layer(parameters, x, **keywords):
+        own = nnx.State(jax.tree.map(lambda x: x, state))
+        nnx.replace_by_pure_dict(own, parameters)
+        return nnx.merge(graph, own, rest)(x, **keywords)
+
+    return layer, nnx.to_pure_dict(state)
+
+
+@functools.cache
+def own_parameters():
+    make = lambda: ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, PATTERN, rngs=nnx.Rngs(0), **OPTIONS)  # noqa: E731
+    return drawn(functional(make)[1])
+
+
+def rotated(x, positions):
+    """The definition of rotary positions, with angles in float64."""
+    half = x.shape[-1] // 2
+    angles = np.asarray(positions, np.float64)[..., None] * 10_000.0 ** (-np.arange(half) / half)
+    cos, sin = (f(angles).astype(x.dtype).reshape(1, -1, 1, half) for f in (np.cos, np.sin))
+    a, b = x[..., :half], x[..., half:]
+    join = np.concatenate if isinstance(x, np.ndarray) else jnp.concatenate
+    return join([a * cos - b * sin, a * sin + b * cos], axis=-1)
+
+
+def definition(p, x):
+    """Our layer by the dense oracle."""
+    q, k, v = (
+        jnp.einsum("btf,fnh->btnh", x, p[n]["kernel"]) + p[n]["bias"][None, None] for n in ("query", "key", "value")
+    )
+    q, k = rotated(q, np.arange(LENGTH)), rotated(k, np.arange(LENGTH))
+    out = rj.reference_attention(q, k, v, PATTERN, is_causal=True).reshape(BATCH, LENGTH, -1)
+    out = (out - out.mean(-1, keepdims=True)) / jnp.sqrt(out.var(-1, keepdims=True) + 1e-6)
+    out = out * p["sub_norm"]["scale"][None, None] + p["sub_norm"]["bias"][None, None]
+    return jnp.einsum("btc,cf->btf", out, p["out"]["kernel"].reshape(-1, FEATURES)) + p["out"]["bias"][None, None]
+
+
+@functools.cache
+def expected():
+    return in_float64(definition, own_parameters(), X, COTANGENT)
+
+
+def oracle(query, key, value, **keywords):
+    del keywords
+    return rj.reference_attention(query, key, value, PATTERN, is_causal=True)
+
+
+def stock_nnx(attention):
+    options = {"num_kv_heads": KV_HEADS, "attention_fn": attention, "decode": False, "keep_rngs": False}
+    return functional(lambda: nnx.MultiHeadAttention(HEADS, FEATURES, rngs=nnx.Rngs(0), **options))
+
+
+def stock_linen(attention):
+    module = linen.MultiHeadDotProductAttention(HEADS, attention_fn=attention)
+    return module.apply, jax.eval_shape(module.init, jax.random.key(0), X)
+
+
+@pytest.mark.parametrize("stock", [stock_nnx, stock_linen])
+def test_stock_layers_take_our_attention(stock):
+    (layer, shapes), (dense, _) = stock(rj.attention_fn(PATTERN, is_causal=True)), stock(oracle)
+    parameters = drawn(shapes)
+    assert_close(run(layer, parameters, X, COTANGENT), in_float64(dense, parameters, X, COTANGENT))
+
+
+def ours(framework: str, **options):
+    if framework == "nnx":
+        options = {**OPTIONS, **options}
+        return functional(
+            lambda: ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, PATTERN, rngs=nnx.Rngs(0), **options)
+        )[0]
+    module = ringjax.linen.DilatedSelfAttention(HEADS, PATTERN, **OPTIONS, **options)
+    return lambda parameters, x, **keywords: module.apply({"params": parameters}, x, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("framework", "size"),
+    [
+        ("nnx", 1),
+        ("linen", 1),
+        ("linen", 2),
+        ("nnx", 4),
+        pytest.param("nnx", 2, marks=pytest.mark.slow),
+        pytest.param("linen", 4, marks=pytest.mark.slow),
+    ],
+)
+def test_our_layers_equal_the_definition_on_any_ring(framework, size):
+    ring = None if size == 1 else rj.Ring(ring_mesh(size), layout="zigzag")
+    layer, given = ours(framework, ring=ring), (X, COTANGENT)
+    if ring is not None:
+        given = [stored_on(ring, ring.mesh, x) for x in given]
+    out, gradient, dx = run(layer, own_parameters(), *given)
+    if ring is not None:
+        assert out.sharding.is_equivalent_to(NamedSharding(ring.mesh, PartitionSpec(None, "ring")), 3)
+        out, dx = (rj.from_layout(np.asarray(x), "zigzag", size) for x in (out, dx))
+    assert_close((out, gradient, dx), expected())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_heads_over_a_mesh_axis(framework, kind):
+    devices = np.array(jax.devices()[:4]).reshape(2, 2)
+    mesh = Mesh(devices, ("ring", "tensor"), axis_types=(kind, kind))
+    ring = rj.Ring(mesh, layout="zigzag", head_axis="tensor")
+    layer, place = ours(framework, ring=ring), lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))
+    over = {name: PartitionSpec(None, "tensor", None) for name in ("query", "key", "value")}
+    over["out"] = PartitionSpec("tensor", None, None)
+    parameters = {
+        name: {
+            leaf: place(x, over[name] if leaf == "kernel" else PartitionSpec(*over[name][1:]))
+            if name in over and (leaf == "kernel" or name != "out")
+            else place(x, PartitionSpec())
+            for leaf, x in leaves.items()
+        }
+        for name, leaves in own_parameters().items()
+    }
+    given = [place(np.asarray(rj.to_layout(x, "zigzag", 2)), PartitionSpec(None, "ring", None)) for x in (X, COTANGENT)]
+    with jax.set_mesh(mesh):
+        out, gradient, dx = run(layer, parameters, *given)
+    out, dx = (rj.from_layout(np.asarray(x), "zigzag", 2) for x in (out, dx))
+    assert_close(jax.tree.map(np.asarray, (out, gradient, dx)), expected())
+
+
+def test_kernels_say_over_which_axis_their_heads_are():
+    ring = rj.Ring(ring_mesh(2, 2, names=("ring", "tensor")), head_axis="tensor")
+    layer = ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, PATTERN, ring=ring, rngs=nnx.Rngs(0))
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(layer, nnx.Param)))
+    assert layer.query.kernel[...].sharding.spec == PartitionSpec(None, "tensor", None)
+    module = ringjax.linen.DilatedSelfAttention(HEADS, PATTERN, ring=ring)
+    variables = jax.eval_shape(module.init, jax.random.key(0), X)
+    in_linen = linen.get_partition_spec(variables)["params"]
+    for name in ("query", "key", "value"):
+        for where in (specs, in_linen):
+            assert where[name]["kernel"] == PartitionSpec(None, "tensor", None)
+            assert where[name]["bias"] == PartitionSpec("tensor", None)
+    for where in (specs, in_linen):
+        assert where["out"]["kernel"] == PartitionSpec("tensor", None, None)
+        assert where["out"]["bias"] == PartitionSpec()
+
+
+def test_parameters_of_both_have_the_same_names_and_shapes():
+    options = {**OPTIONS, "head_dim": 6, "out_features": 10, "use_bias": False}
+    make = lambda: ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, PATTERN, rngs=nnx.Rngs(0), **options)  # noqa: E731
+    _, in_nnx = functional(make)
+    module = ringjax.linen.DilatedSelfAttention(HEADS, PATTERN, **options)
+    in_linen = jax.eval_shape(module.init, jax.random.key(0), X)["params"]
+    assert jax.tree.map(jnp.shape, in_nnx) == jax.tree.map(jnp.shape, in_linen)
+    assert sorted(in_nnx) == ["key", "out", "query", "sub_norm", "value"]
+
+
+def test_kernels_are_initialized_as_matrices():
+    kernel = flat_initializer(nnx.initializers.lecun_normal(), 2)(jax.random.key(0), (16, 16, 64), jnp.float32)
+    assert abs(float(np.std(kernel)) * 16 - 1) < 0.05
+
+
+def test_leading_axes_ids_and_positions():
+    layer = jax.jit(ours("linen"), compiler_options=QUICK)
+    ids, within = np.repeat([[0, 1]], LENGTH // 2, 1).repeat(BATCH, 0), np.tile(np.arange(LENGTH // 2), (BATCH, 2))
+    # rotary positions are relative: the second document is as if it started at 0
+    plain = layer(own_parameters(), X, segment_ids=ids, positions=np.arange(LENGTH))
+    many = layer(own_parameters(), X[None, :, None], segment_ids=ids[None, :, None], positions=within[None, :, None])
+    assert error(many[0, :, 0], plain) <= LIMIT
+
+
+def test_dtypes():
+    attention = rj.attention_fn(PATTERN)
+    arrays = [jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, DIM), jnp.float32)] * 3
+    assert jax.eval_shape(attention, *arrays).dtype == jnp.float32
+    assert jax.eval_shape(functools.partial(attention, dtype=jnp.bfloat16), *arrays).dtype == jnp.bfloat16
+    for framework in ("nnx", "linen"):
+        layer = ours(framework, dtype=jnp.bfloat16)
+        with jax.numpy_dtype_promotion("standard"):  # as the layer norm of Flax needs
+            assert jax.eval_shape(layer, own_parameters(), X).dtype == jnp.bfloat16
+        assert jax.eval_shape(ours(framework), own_parameters(), X).dtype == jnp.float32
+
+
+def test_attention_fn_is_a_value():
+    one, same = (rj.attention_fn(PATTERN, is_causal=True) for _ in range(2))
+    assert one == same and hash(one) == hash(same) and one != rj.attention_fn(PATTERN)
+    assert repr(one).startswith("AttentionFn(pattern=DilationPattern(")
+
+
+Q = np.zeros((1, 16, 2, 4), np.float32)
+REFUSED = [
+    ({"mask": np.ones((1, 1, 16, 16), bool)}, r"`mask` must be None \(use `is_causal`.*shape \(1, 1, 16, 16\)\."),
+    ({"bias": np.ones((1, 1, 16, 16))}, r"`bias` must be None \(.*never computed\), got an array of shape"),
+    ({"dropout_rate": 0.1}, r"`dropout_rate` must be 0 where `deterministic` is False \(.*got 0\.1\."),
+    ({"module": object()}, r"`module` must be None \(.*never stored\), got object\."),
+    ({"precision": "highest"}, r"`precision` must be None or the default, got 'highest'\."),
+    ({"precision": ("highest", "highest")}, r"`precision` must be None or the default, got \('highest'"),
+    ({"qk_attn_weights_einsum": jnp.einsum}, r"`qk_attn_weights_einsum` must be None"),
+    ({"attn_weights_value_einsum": jnp.einsum}, r"`attn_weights_value_einsum` must be None"),
+    ({"einsum_dot_general": jax.lax.dot_general}, r"`einsum_dot_general` must be None"),
+    ({"input_positions": np.arange(16)}, r"`input_positions` must be None \(rotate .*got an array of shape \(16,\)\."),
+]
+
+
+@pytest.mark.parametrize(("keywords", "text"), REFUSED)
+def test_nothing_is_silently_ignored(keywords, text):
+    with pytest.raises(NotImplementedError, match=text):
+        rj.attention_fn(PATTERN)(Q, Q, Q, **keywords)
+
+
+def test_stock_layers_pass_on_what_is_refused():
+    mask = np.ones((1, 1, 16, 16), bool)
+    x = X[:1, :16]
+    attention = rj.attention_fn(PATTERN)
+    layer = nnx.MultiHeadAttention(HEADS, FEATURES, attention_fn=attention, decode=False, rngs=nnx.Rngs(0))
+    module = linen.MultiHeadDotProductAttention(HEADS, attention_fn=attention)
+    dropping = linen.MultiHeadDotProductAttention(HEADS, attention_fn=attention, dropout_rate=0.5)
+    init = lambda module, **keywords: jax.eval_shape(  # noqa: E731
+        lambda key: module.init({"params": key, "dropout": key}, x, **keywords), jax.random.key(0)
+    )
+    with pytest.raises(NotImplementedError, match="`mask` must be None"):
+        layer(x, mask=mask)
+    with pytest.raises(NotImplementedError, match="`module` must be None"):
+        layer(x, sow_weights=True)
+    with pytest.raises(ValueError, match=r"`is_causal` must be False in calls of .*, got True\."):
+        layer(x, is_causal=True)
+    with pytest.raises(NotImplementedError, match="`mask` must be None"):
+        init(module, mask=mask)
+    with pytest.raises(NotImplementedError, match="`module` must be None"):
+        init(module, sow_weights=True)
+    with pytest.raises(NotImplementedError, match="`dropout_rate` must be 0"):
+        init(dropping, deterministic=False)
+    init(dropping, deterministic=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"num_kv_heads": 3}, "`num_heads` must be a multiple of `num_kv_heads`, got 4 and 3"),
+        (
+            {"num_heads": 5},
+            "`in_features` must be a multiple of `num_heads` where `head_dim` is not given, got 32 and 5",
+        ),
+        ({"positions": "sine"}, r"`positions` must be None or one of \('rotary', 'xpos'\), got 'sine'"),
+        ({"positions": "rotary", "head_dim": 5}, "`head_dim` must be even for `positions='rotary'`, got 5"),
+        ({"positions": "xpos"}, '`is_causal` must be True for `positions="xpos"`'),
+        ({"pattern": 3}, "`pattern` must be a DilationPattern, got int"),
+        ({"is_causal": 1}, "`is_causal` must be a bool, got 1"),
+        ({"ring": "ring"}, "`ring` must be a Ring, got str"),
+    ],
+)
+def test_layers_check_their_arguments(options, text):
+    options = {"num_heads": HEADS, "pattern": PATTERN, **options}
+    with pytest.raises(ValueError, match=text):
+        ringjax.nnx.DilatedSelfAttention(in_features=FEATURES, rngs=nnx.Rngs(0), **options)
+    module = ringjax.linen.DilatedSelfAttention(**options)
+    with pytest.raises(ValueError, match=text):
+        jax.eval_shape(module.init, jax.random.key(0), X)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "text"),
+    [
+        ({"positions": np.arange(8)}, r"`positions` must have shape \(length,\) or \(batch, length\) = \(2, 64\)"),
+        ({"positions": np.ones((3, 64), int)}, r"`positions` must have shape \(batch..., length\) = \(2, 64\)"),
+        ({"positions": np.ones(64)}, "`positions` must be an integer array, got float64"),
+        ({"segment_ids": np.ones((64,), int)}, r"`segment_ids` must have shape \(batch..., length\) = \(2, 64\)"),
+    ],
+)
+def test_calls_of_layers_are_checked(keywords, text):
+    with pytest.raises(ValueError, match=text):
+        jax.eval_shape(lambda p, x: ours("linen")(p, x, **keywords), own_parameters(), X)
+
+
+def test_positions_need_a_layer_that_uses_them():
+    module = ringjax.linen.DilatedSelfAttention(HEADS, PATTERN)
+    with pytest.raises(ValueError, match='`positions` must be None for a layer without "rotary" or "xpos"'):
+        jax.eval_shape(lambda x: module.init(jax.random.key(0), x, positions=np.arange(LENGTH)), X)
+
+
+def test_rotary_equals_its_definition_and_is_relative_far_out():
+    x = random(1, 64, 2, 16)
+    near = np.arange(64)
+    assert error(rotations.rotary(x, near), rotated(x.astype(np.float64), near)) <= 1e-6
+    far = rotations.rotary(x, near + 10_000_000)
+    scores = lambda y: jnp.einsum("btnh,bsnh->bnts", y, y, precision="highest")  # noqa: E731
+    assert error(scores(far), scores(rotations.rotary(x, near))) <= 1e-6
+    assert rotations.rotary(x.astype(jnp.bfloat16), near).dtype == jnp.bfloat16
+
+
+def test_xpos_fades_with_the_distance():
+    q, k = random(1, 64, 2, 16), random(1, 64, 2, 16, seed=1)
+    at, zeta = np.arange(64) * 1000, (np.arange(8) / 8 + 0.4) / 1.4
+    qx, kx = rotations.xpos(q, k, at, length=65_536)
+    got = np.einsum("btnh,bsnh->bnts", np.float64(qx), np.float64(kx))
+    pair = lambda x: (y := np.asarray(rotated(x.astype(np.float64), at)))[..., :8] + 1j * y[..., 8:]  # noqa: E731
+    fade = zeta ** ((at[:, None, None] - at[None, :, None]) / 512)
+    wanted = np.einsum("btni,bsni,tsi->bnts", pair(q), pair(k).conj(), fade).real
+    causal = np.tril(np.ones((64, 64), bool))
+    assert error(got[..., causal], wanted[..., causal]) <= 1e-5
+    assert np.isfinite(qx).all() and np.isfinite(kx).all()
+
+
+def test_xpos_is_refused_where_its_scales_do_not_fit():
+    q = Q
+    with pytest.raises(ValueError, match=r"`length` must be at most 65536 for xPos, .*got 65537"):
+        rotations.xpos(q, q, np.arange(16), length=65_537)
+    with pytest.raises(ValueError, match="`positions` must be from 0 to 15 for xPos, got 1 to 16: say the `length`"):
+        rotations.xpos(q, q, np.arange(16) + 1, length=16)
+    with pytest.raises(ValueError, match="`query` must have the range of float32 for xPos, got float16"):
+        rotations.xpos(q.astype(np.float16), q.astype(np.float16), np.arange(16), length=16)
+    with pytest.raises(ValueError, match=r"rotary positions take arrays .* got shape \(1, 16, 2, 3\)"):
+        rotations.rotary(q[..., :3], np.arange(16))
+
+
+def test_compute_dtype():
+    device = lambda platform, **more: SimpleNamespace(platform=platform, **more)  # noqa: E731
+    assert rj.compute_dtype() == jnp.float32
+    assert rj.compute_dtype(device("tpu")) == jnp.bfloat16
+    assert rj.compute_dtype(device("gpu", compute_capability="9.0")) == jnp.bfloat16
+    assert rj.compute_dtype(device("gpu", compute_capability="7.5")) == jnp.float32
+    assert rj.compute_dtype(device("gpu", compute_capability="gfx90a")) == jnp.float32
+
+
+def test_ringjax_imports_without_flax():
+    code = "import sys, ringjax; assert 'flax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
