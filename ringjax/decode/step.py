@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import Counter
 from typing import NamedTuple
 
 import jax
@@ -92,14 +93,16 @@ def decode_step(
     most = shape.stored_length
     real = jnp.full(shape.batch, most, jnp.int32) if counts is None else check_numbers("counts", counts, *key.shape[:2])
     offsets = jnp.asarray(offset_table(cache))
+    alike_heads = tuple(max(Counter(branch.offsets).values(), default=0) for branch in cache.branches)
+    step = functools.partial(_step, shape=shape, alike_heads=alike_heads)
     shards = 1 if ring is None else check_ring(ring, cache.pattern, shape.batch, shape.kv_heads)
     if ring is None or ring.resolve().size == 1:
-        return _step(cache, query, key, value, real, offsets, shape=shape, axis_name=None)
+        return step(cache, query, key, value, real, offsets, axis_name=None)
     check_slots(cache, shards)
     specs = cache_specs(cache, ring)
     new = PartitionSpec(ring.batch_axis, None, ring.head_axis, None)
     sharded = jax.shard_map(
-        functools.partial(_step, shape=shape, axis_name=ring.axis_name),
+        functools.partial(step, axis_name=ring.axis_name),
         mesh=ring.resolve(),
         in_specs=(specs, new, new, new, specs.lengths, PartitionSpec(None, ring.head_axis)),
         out_specs=(new, specs),
@@ -125,6 +128,7 @@ def _step(
     offsets: Array,
     *,
     shape: AttentionShape,
+    alike_heads: tuple[int, ...],
     axis_name: AxisName | None,
 ) -> tuple[Array, DecodeCache]:
     """What each device does; `axis_name` is None where one device has all slots."""
@@ -141,12 +145,12 @@ def _step(
             inside = held_positions(branch, offsets[i, heads], first_slot, slots)
             is_held = begin[:, None, :, None] + inside[None, :, None, :] < cache.lengths[:, None, None, None]
             seen = (is_selected[..., None] & is_held).astype(mine.query.dtype)
-            part = _attend(mine.query, cache.keys[i], cache.values[i], seen)
-            # read before written: then the rows need not be copied
-            part, old_keys, old_values = lax.optimization_barrier((part, cache.keys[i], cache.values[i]))
+            alike = min(alike_heads[i], len(offsets[i, heads]))
+            part = _attend_selected(mine.query, cache.keys[i], cache.values[i], seen, is_selected, alike)
             slot = _slots(branch, mine, is_selected, counts, first_slot, slots)
-            keys.append(_put(old_keys, mine.key, slot))
-            values.append(_put(old_values, mine.value, slot))
+            slot = _after(part, slot)
+            keys.append(_put(cache.keys[i], mine.key, slot))
+            values.append(_put(cache.values[i], mine.value, slot))
             parts.append(part)
     cached = _joined(cache, parts)
     cached = cached if axis_name is None else _over_ring(cached, axis_name)
@@ -193,6 +197,17 @@ def _attend(query: Array, key: Array, value: Array, times: Array) -> Partial:
     return jax.vmap(jax.vmap(_attend_rows))(query, key, value, times)
 
 
+def _attend_selected(query: Array, key: Array, value: Array, times: Array, is_selected: Array, alike: int) -> Partial:
+    """As `_attend`; of one token only the heads that select it are read, at most `alike` of them."""
+    if query.shape[2] > 1 or 4 * alike > query.shape[1]:  # picking them costs a copy
+        return _attend(query, key, value, times)
+    picked = jnp.argsort(~is_selected[:, :, 0], axis=1)[:, :alike]  # (B, alike)
+    pick = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))
+    part = _attend(*(pick(x, picked) for x in (query, key, value, times)))
+    put = jax.vmap(lambda x, new, i: x.at[i].set(new, mode="promise_in_bounds", unique_indices=True))
+    return Partial(*(put(x, new, picked) for x, new in zip(softmax.empty_like(query), part, strict=True)))
+
+
 def _attend_rows(query: Array, key: Array, value: Array, times: Array) -> Partial:
     group = query.shape[1]
     q, times = query.reshape(-1, query.shape[2]), jnp.repeat(times, group, axis=0)
@@ -234,6 +249,16 @@ def _slots(
     slot = chunk.position % w // branch.rate - first_slot
     is_here = is_kept & (slot >= 0) & (slot < slots)
     return jnp.where(is_selected & is_here[:, None, :], slot[:, None, :], slots)
+
+
+def _after(part: Partial, slot: Array) -> Array:
+    """The slots, known only when `part` is: rows that are read before they are written need not be copied.
+
+    An `optimization_barrier` is gone by the time XLA (jax 0.10) decides what to copy; a comparison that it does not
+    see through stays.
+    """
+    never = ((part.out > 0) & (part.out < 0)).any(axis=(2, 3, 4))  # (B, K)
+    return jnp.where(never[:, :, None], jnp.iinfo(slot.dtype).max, slot)
 
 
 def _put(rows: Array, new: Array, slot: Array) -> Array:
