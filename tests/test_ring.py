@@ -140,8 +140,8 @@ def test_grouped_branch_that_selects_nothing(kv_heads, segments, rates, strategy
     st.sampled_from(["contiguous", "zigzag"]),
     st.sampled_from(["auto", "ring", "gather"]),
 )
-def test_random_geometry(*ring_case):
-    assert_ring_equals_oracle(RingCase(*ring_case), WIDE, NARROW)
+def test_random_geometry(case, size, layout, strategy):
+    assert_ring_equals_oracle(RingCase(case, size, layout, strategy), WIDE, NARROW)
 
 
 # what travels is cut, several blocks of queries and keys per chunk, each with its plan
