@@ -105,7 +105,7 @@ def main() -> None:
         rows[f"segments to 32768 at {context}"] = Loop(rj.decode_step, our_cache(NEAR, context), 256)
         reach = rj.DilationPattern.geometric(1024, 1_048_576, 4)
         rows[f"segments to 1048576 at {context}"] = Loop(rj.decode_step, our_cache(reach, context), 256)
-        rows[f"dense at {context}"] = Loop(dense_step, dense_cache(context), 16 if context < 100_000 else 2)
+        rows[f"dense at {context}"] = Loop(dense_step, dense_cache(context), 8 if context < 100_000 else 1)
     seconds = timing.interleaved(rows, options.repeats)
     print(f"{'cache':32} {'ms per token':>12} {'cache MiB':>10} {'temporary MiB':>14}")
     for name, loop in rows.items():
