@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -13,11 +14,11 @@ import pytest
 from cases import QUICK, error, ring_mesh, stored_on
 from flax import linen, nnx
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from test_rotary import random, rotated
 
 import ringjax as rj
 import ringjax.linen
 import ringjax.nnx
-from ringjax import rotary as rotations
 from ringjax.self_attention import flat_initializer
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 64, 4, 2, 8
@@ -25,10 +26,6 @@ FEATURES = HEADS * DIM
 PATTERN = rj.DilationPattern((16, 64), (1, 4))
 LIMIT = 2e-6
 OPTIONS = {"num_kv_heads": KV_HEADS, "is_causal": True, "positions": "rotary", "sub_norm": True}
-
-
-def random(*shape, seed=0) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
 
 
 X, COTANGENT = random(BATCH, LENGTH, FEATURES), random(BATCH, LENGTH, FEATURES, seed=1)
@@ -83,16 +80,6 @@ def own_parameters():
     return drawn(functional(make)[1])
 
 
-def rotated(x, positions):
-    """The definition of rotary positions, with angles in float64."""
-    half = x.shape[-1] // 2
-    angles = np.asarray(positions, np.float64)[..., None] * 10_000.0 ** (-np.arange(half) / half)
-    cos, sin = (f(angles).astype(x.dtype).reshape(1, -1, 1, half) for f in (np.cos, np.sin))
-    a, b = x[..., :half], x[..., half:]
-    join = np.concatenate if isinstance(x, np.ndarray) else jnp.concatenate
-    return join([a * cos - b * sin, a * sin + b * cos], axis=-1)
-
-
 def definition(p, x):
     """Our layer by the dense oracle."""
     q, k, v = (
@@ -110,9 +97,12 @@ def expected():
     return in_float64(definition, own_parameters(), X, COTANGENT)
 
 
+ONE_BRANCH = rj.DilationPattern((16,), (2,))  # compiles sooner
+
+
 def oracle(query, key, value, **keywords):
     del keywords
-    return rj.reference_attention(query, key, value, PATTERN, is_causal=True)
+    return rj.reference_attention(query, key, value, ONE_BRANCH, is_causal=True)
 
 
 def stock_nnx(attention):
@@ -127,18 +117,18 @@ def stock_linen(attention):
 
 @pytest.mark.parametrize("stock", [stock_nnx, stock_linen])
 def test_stock_layers_take_our_attention(stock):
-    (layer, shapes), (dense, _) = stock(rj.attention_fn(PATTERN, is_causal=True)), stock(oracle)
+    (layer, shapes), (dense, _) = stock(rj.attention_fn(ONE_BRANCH, is_causal=True)), stock(oracle)
     parameters = drawn(shapes)
     assert_close(run(layer, parameters, X, COTANGENT), in_float64(dense, parameters, X, COTANGENT))
 
 
 def ours(framework: str, **options):
+    options = {**OPTIONS, **options}
     if framework == "nnx":
-        options = {**OPTIONS, **options}
         return functional(
             lambda: ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, PATTERN, rngs=nnx.Rngs(0), **options)
         )[0]
-    module = ringjax.linen.DilatedSelfAttention(HEADS, PATTERN, **OPTIONS, **options)
+    module = ringjax.linen.DilatedSelfAttention(HEADS, PATTERN, **options)
     return lambda parameters, x, **keywords: module.apply({"params": parameters}, x, **keywords)
 
 
@@ -191,6 +181,27 @@ def test_heads_over_a_mesh_axis(framework, kind):
     assert_close(jax.tree.map(np.asarray, (out, gradient, dx)), expected())
 
 
+@pytest.mark.slow
+def test_xpos_is_the_same_on_a_ring():
+    layer = ours("linen", positions="xpos")
+    ring = rj.Ring(ring_mesh(2), layout="zigzag")
+    out, gradient, dx = run(layer, own_parameters(), X, COTANGENT)
+    stored = [stored_on(ring, ring.mesh, x) for x in (X, COTANGENT)]
+    on_ring = run(ours("linen", positions="xpos", ring=ring), own_parameters(), *stored)
+    whole = [rj.from_layout(np.asarray(x), "zigzag", 2) for x in (on_ring[0], on_ring[2])]
+    assert_close((whole[0], on_ring[1], whole[1]), (out, gradient, dx))
+    assert error(out, expected()[0]) > 1e-3  # rotary is something else
+
+
+@pytest.mark.slow
+def test_each_device_computes_only_its_own_angles():
+    ring = rj.Ring(ring_mesh(4), layout="zigzag")
+    layer = jax.jit(ours("linen", ring=ring), compiler_options=QUICK)
+    program = layer.lower(own_parameters(), stored_on(ring, ring.mesh, X)).compile().as_text()
+    angles = set(re.findall(r"= (\S+)\{\S* (?:cosine|sine)\(", program))
+    assert angles == {f"f32[1,{LENGTH // 4},1,{DIM // 2}]"}
+
+
 def test_kernels_say_over_which_axis_their_heads_are():
     ring = rj.Ring(ring_mesh(2, 2, names=("ring", "tensor")), head_axis="tensor")
     layer = ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, PATTERN, ring=ring, rngs=nnx.Rngs(0))
@@ -224,7 +235,8 @@ def test_kernels_are_initialized_as_matrices():
 
 
 def test_leading_axes_ids_and_positions():
-    layer = jax.jit(ours("linen"), compiler_options=QUICK)
+    module = ringjax.linen.DilatedSelfAttention(HEADS, ONE_BRANCH, **OPTIONS)
+    layer = jax.jit(lambda p, x, **keywords: module.apply({"params": p}, x, **keywords), compiler_options=QUICK)
     ids, within = np.repeat([[0, 1]], LENGTH // 2, 1).repeat(BATCH, 0), np.tile(np.arange(LENGTH // 2), (BATCH, 2))
     # rotary positions are relative: the second document is as if it started at 0
     plain = layer(own_parameters(), X, segment_ids=ids, positions=np.arange(LENGTH))
@@ -341,39 +353,9 @@ def test_positions_need_a_layer_that_uses_them():
         jax.eval_shape(lambda x: module.init(jax.random.key(0), x, positions=np.arange(LENGTH)), X)
 
 
-def test_rotary_equals_its_definition_and_is_relative_far_out():
-    x = random(1, 64, 2, 16)
-    near = np.arange(64)
-    assert error(rotations.rotary(x, near), rotated(x.astype(np.float64), near)) <= 1e-6
-    far = rotations.rotary(x, near + 10_000_000)
-    scores = lambda y: jnp.einsum("btnh,bsnh->bnts", y, y, precision="highest")  # noqa: E731
-    assert error(scores(far), scores(rotations.rotary(x, near))) <= 1e-6
-    assert rotations.rotary(x.astype(jnp.bfloat16), near).dtype == jnp.bfloat16
-
-
-def test_xpos_fades_with_the_distance():
-    q, k = random(1, 64, 2, 16), random(1, 64, 2, 16, seed=1)
-    at, zeta = np.arange(64) * 1000, (np.arange(8) / 8 + 0.4) / 1.4
-    qx, kx = rotations.xpos(q, k, at, length=65_536)
-    got = np.einsum("btnh,bsnh->bnts", np.float64(qx), np.float64(kx))
-    pair = lambda x: (y := np.asarray(rotated(x.astype(np.float64), at)))[..., :8] + 1j * y[..., 8:]  # noqa: E731
-    fade = zeta ** ((at[:, None, None] - at[None, :, None]) / 512)
-    wanted = np.einsum("btni,bsni,tsi->bnts", pair(q), pair(k).conj(), fade).real
-    causal = np.tril(np.ones((64, 64), bool))
-    assert error(got[..., causal], wanted[..., causal]) <= 1e-5
-    assert np.isfinite(qx).all() and np.isfinite(kx).all()
-
-
-def test_xpos_is_refused_where_its_scales_do_not_fit():
-    q = Q
-    with pytest.raises(ValueError, match=r"`length` must be at most 65536 for xPos, .*got 65537"):
-        rotations.xpos(q, q, np.arange(16), length=65_537)
-    with pytest.raises(ValueError, match="`positions` must be from 0 to 15 for xPos, got 1 to 16: say the `length`"):
-        rotations.xpos(q, q, np.arange(16) + 1, length=16)
-    with pytest.raises(ValueError, match="`query` must have the range of float32 for xPos, got float16"):
-        rotations.xpos(q.astype(np.float16), q.astype(np.float16), np.arange(16), length=16)
-    with pytest.raises(ValueError, match=r"rotary positions take arrays .* got shape \(1, 16, 2, 3\)"):
-        rotations.rotary(q[..., :3], np.arange(16))
+def test_layers_refuse_xpos_that_is_too_long():
+    with pytest.raises(ValueError, match=r"`length` must be at most 65536 for xPos, .*got 70000"):
+        jax.eval_shape(ours("linen", positions="xpos"), own_parameters(), np.zeros((1, 70_000, FEATURES), np.float32))
 
 
 def test_compute_dtype():
