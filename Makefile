@@ -6,7 +6,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo ring test test-slow lint types doctest bench bench-ring million aot-tpu aot-cuda clean
+.PHONY: demo ring test test-slow lint types doctest bench bench-ring bench-decode million aot-tpu aot-cuda clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
@@ -37,6 +37,10 @@ bench: $(VENV)/ready .venv-torch/ready
 # rings of CPU devices, and beside ringattention, which lives in a folder of its own
 bench-ring: $(VENV)/ready .peer/ready
 	$(BIN)/python benchmarks/ring.py --peer .peer
+
+# the decoding cache beside a dense one, at 32,768 and at 1,048,576 tokens of context
+bench-decode: $(VENV)/ready
+	$(BIN)/python benchmarks/decode.py
 
 million: $(VENV)/ready
 	$(BIN)/python benchmarks/million.py
