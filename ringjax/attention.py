@@ -63,7 +63,8 @@ def dilated_attention(
             (`to_layout`), and stay sharded over it.
         implementation: None for the kernels of the platform on which the program runs where they apply, and plain XLA
             elsewhere (see `plan`); ``"xla"`` or ``"pallas"`` to insist; ``"interpret_tpu"`` and ``"interpret_gpu"``
-            interpret the kernels on any platform, slowly, to check them.
+            interpret the kernels on any platform, slowly, to check them. (To export for CUDA where there is no GPU, JAX
+            wants an abstract device in the mesh, and `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`.)
         block_sizes: Rows per block of the kernels, or None for our choice.
 
     Returns:

@@ -95,12 +95,16 @@ class BranchPlan:
 
     @property
     def kernels(self) -> dict[str, str]:
-        """For each target, ``"pallas"`` or the reason why plain XLA computes (a part of) the branch."""
+        """For each target, ``"pallas"`` or the reason why plain XLA computes (a part of) the branch.
+
+        For GPUs of compute capability 8.0 and later, block sizes of our choice and ids that fit int32.
+        """
         r = self.request
         rows = [table.rows for table in self.tables] if self.shard is None else [self.shard.rows]
         cases = [Case(r.dtype, r.head_dim, n, r.group) for n in rows]
         reasons = {target: [case.misfit(target) for case in cases] for target in TARGETS}
-        return {target: next(filter(None, found), "pallas") for target, found in reasons.items()}
+        usual = "pallas" if rows else "there is nothing to compute"
+        return {target: next(filter(None, found), usual) for target, found in reasons.items()}
 
     def sent(self, messages: tuple[Message, ...]) -> int:
         """Bytes that leave each device."""

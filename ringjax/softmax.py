@@ -75,7 +75,8 @@ def rescale(state: Running, scores: Array) -> tuple[Running, Array]:
 
 def resume(part: Partial) -> Running:
     """The state after the keys of `part`: going on from it is the same as merging with it."""
-    return Running(part.out, part.lse, jnp.where(part.lse == -jnp.inf, 0.0, 1.0))
+    total = jnp.where(part.lse == -jnp.inf, jnp.zeros_like(part.lse), jnp.ones_like(part.lse))
+    return Running(part.out, part.lse, total)
 
 
 def for_backward(lse: Array) -> Array:

@@ -1,6 +1,8 @@
 """The kernels of both targets, interpreted, against the same oracle and with the same tolerances as plain XLA."""
 
 import functools
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +19,7 @@ from cases import (
     run,
 )
 from jax import export
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import ringjax as rj
 from ringjax.block.backend import Case as KernelCase
@@ -51,6 +53,9 @@ def test_one_device_with_blocks_of_ones_own(implementation):
         rj.dilated_attention, implementation=implementation, block_sizes=rj.BlockSizes(128, 256, 256, 128)
     )
     case = Case(600, 1, 1, 2, 32, (600,), (1,), is_causal=True)
+    assert KernelCase("float32", 32, 600, 2).blocks(
+        implementation.removeprefix("interpret_"), rj.BlockSizes(128, 256, 256, 128), is_gradient=False
+    ) == (128, 256)
     assert_equals_oracle(case, (NARROW,), attention, compiler_options=QUICK)
 
 
@@ -66,7 +71,7 @@ RINGS = {
 @pytest.mark.parametrize("name", ["zigzag", *(pytest.param(n, marks=SLOW) for n in RINGS if n != "zigzag")])
 def test_ring_of_four_equals_oracle(name, implementation):
     case, layout = RINGS[name]
-    ring = rj.Ring(ring_mesh(4), layout=layout)
+    ring = rj.Ring(ring_mesh(4), layout=layout, strategy="gather" if name == "full" else "ring")
     attention = functools.partial(on_ring(ring), implementation=implementation)
     assert_equals_oracle(case, (NARROW,), attention, compiler_options=QUICK)
 
@@ -149,11 +154,28 @@ def test_gradient_lowers_for_platform(platform, on):
 
 
 def test_one_exported_program_serves_several_platforms():
-    module = exported(gradient, ["cpu", "tpu"])
-    assert KERNEL["tpu"] in module.mlir_module()
+    module = exported(gradient, ["cpu", "tpu", "cuda"])
+    assert all(kernel in module.mlir_module() for kernel in KERNEL.values())
     arrays = Case(1024, 1, 2, 2, 64).arrays(jnp.bfloat16)
     for x, y in zip(module.call(*arrays), gradient(*arrays), strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+def test_sharded_batch_without_a_ring_is_told_to_the_kernels():
+    mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
+    q = jax.ShapeDtypeStruct((4, 1024, 2, 64), jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, jax.P("data")))
+    attention = functools.partial(rj.dilated_attention, pattern=PATTERN)
+    with pytest.raises(NotImplementedError, match=r"tell how arrays are sharded, by `ring=Ring\(mesh, batch_axis"):
+        export.export(jax.jit(attention), platforms=["tpu"])(q, q, q)
+
+
+def test_planning_starts_no_backend():
+    code = (
+        "import ringjax as rj; from jax._src import xla_bridge; "
+        "print(rj.plan(rj.DilationPattern((64,), (1,)), seq_len=64, num_heads=4, head_dim=8, ring_size=2).to_dict()); "
+        "assert not xla_bridge.backends_are_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 
 
 def test_float16_lowers_without_kernels_for_tpu():

@@ -59,20 +59,21 @@ class Case(NamedTuple):
             >= _LEAST_ROWS,
             f"take blocks of at least {least_block} rows, not {block}": block >= least_block,
             f"take segment ids that fit int32, not {self.ids}": ids_fit,
-            f"need compute capability {_SM_80}, not {_oldest_gpu()}": target != "gpu" or _oldest_gpu() >= _SM_80,
         }
         return next((f"the {target} kernels {rule}" for rule, holds in rules.items() if not holds), "")
 
     def blocks(self, target: Target, sizes: BlockSizes | None, *, is_gradient: bool, has_marks: bool = False) -> Blocks:
         """The blocks of a pass: as given, or by what compiles without spilling registers or memory."""
+        rows, least = (self.rows * self.group, self.rows), _LEAST_BLOCK[target]
         if sizes is not None:
-            query, key = (sizes.grad_query, sizes.grad_key) if is_gradient else (sizes.query, sizes.key)
-        elif target == "tpu":
-            query = key = 1024 if self.head_dim <= 128 and self.dtype == "bfloat16" else 512
+            given = (sizes.grad_query, sizes.grad_key) if is_gradient else (sizes.query, sizes.key)
+            return Blocks(*(max(least, min(size, _power_above(n))) for size, n in zip(given, rows, strict=True)))
+        if target == "gpu":
+            chosen = self._gpu_blocks(is_gradient, has_marks)
         else:
-            query, key = self._gpu_blocks(is_gradient, has_marks)
-        least = _LEAST_BLOCK[target]
-        return Blocks(_fitting(query, self.rows * self.group, least), _fitting(key, self.rows, least))
+            is_small, is_wide = self.dtype == "bfloat16", self.head_dim > 128
+            chosen = (256, 256) if is_wide and not is_small else (512, 512) if is_wide or not is_small else (1024, 1024)
+        return Blocks(*(_fitting(size, n, least) for size, n in zip(chosen, rows, strict=True)))
 
     def _gpu_blocks(self, is_gradient: bool, has_marks: bool) -> tuple[int, int]:
         """Seen by the compilers for sm_80, sm_90 and sm_100 to spill nothing forward (to 128 dims), and little else."""
@@ -91,6 +92,11 @@ def _fitting(size: int, rows: int, least: int) -> int:
     while size > least and ceil_div(rows, size) * size > 1.125 * ceil_div(rows, least) * least:
         size //= 2
     return max(size, least)
+
+
+def _power_above(rows: int) -> int:
+    """The least power of two that holds so many rows."""
+    return 1 << max(0, rows - 1).bit_length()
 
 
 @functools.cache
@@ -145,23 +151,30 @@ class Backend:
             return kernel(Kernels(target, self.sizes, interpret=True), given)
         if self.implementation == "pallas":
             self._check(case, TARGETS)
-        fitting = [target for target in TARGETS if not case.misfit(target, self.sizes)]
+        fitting = [target for target in TARGETS if not self._misfit(case, target)]
         if not fitting:
             return xla(given)
         branches = {_PLATFORM[x]: functools.partial(kernel, Kernels(x, self.sizes)) for x in fitting}
-        default = xla if self.implementation is None else functools.partial(self._refused, xla)
+        default = xla if self.implementation is None else functools.partial(self._refused, case, xla)
         return lax.platform_dependent(given, **branches, default=default)
 
-    def _refused(self, xla: Callable[[Given], Result], given: Given) -> Result:
+    def _refused(self, case: Case, xla: Callable[[Given], Result], given: Given) -> Result:
         """What takes the place of `xla` where kernels are asked for on a platform that has none."""
+        misfits = "".join(f" ({reason})" for x in TARGETS if (reason := self._misfit(case, x)))
         reason = (
-            f"`implementation={self.implementation!r}` has kernels for {' and '.join(PLATFORMS)} only; use None or "
-            '"xla" on other platforms, or "interpret_tpu" or "interpret_gpu" to check the kernels there.'
+            f"`implementation={self.implementation!r}` has kernels for {' and '.join(PLATFORMS)} only{misfits}; use "
+            'None or "xla" elsewhere, or "interpret_tpu" or "interpret_gpu" to check the kernels there.'
         )
         return xla(refused(given, reason))
 
+    def _misfit(self, case: Case, target: Target) -> str:
+        """Why the kernels of a target do not apply to a case on the devices at hand, or ""."""
+        if target == "gpu" and not self.is_interpreted and _oldest_gpu() < _SM_80:
+            return f"the gpu kernels need compute capability {_SM_80}, not {_oldest_gpu()}"
+        return case.misfit(target, self.sizes)
+
     def _check(self, case: Case, targets: tuple[Target, ...]) -> None:
-        misfits = [case.misfit(target, self.sizes) for target in targets]
+        misfits = [self._misfit(case, target) for target in targets]
         if all(misfits):
             raise NotImplementedError(
                 f"`implementation={self.implementation!r}` cannot do this case: {'; '.join(misfits)}. "

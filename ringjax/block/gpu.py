@@ -140,7 +140,7 @@ def _query_gradient_kernel(tasks: Any, spans: Any, *refs: Any, at: _At) -> None:
 @functools.partial(jax.jit, static_argnames=("how",))
 def key_gradient(dkv: tuple[Array, ...], rows: Rows, joint: Joint, spans: Array, how: How) -> tuple[Array, ...]:
     """Adds the gradients of keys and values to `dkv`, one array or two like `rows.kv`, float32."""
-    kernel = functools.partial(_key_gradient_kernel, at=_At(how, rows))
+    kernel = functools.partial(_key_gradient_kernel, at=_At(how, rows, is_over_queries=False))
     return tuple(_call(kernel, "key_gradient", rows, spans, how.look.key_blocks, tuple(joint), dkv, how))
 
 
@@ -205,7 +205,8 @@ class _Block(NamedTuple):
 class _At:
     """How a kernel finds its rows."""
 
-    def __init__(self, how: How, rows: Rows) -> None:
+    def __init__(self, how: How, rows: Rows, *, is_over_queries: bool = True) -> None:
+        self.is_over_queries = is_over_queries
         self.look, self.strides, self.dim = how.look, how.strides, rows.query.shape[1]
         self.arrays = len(rows.kv)
         self.has_marks = rows.query_marks is not None
@@ -215,7 +216,8 @@ class _At:
         """Place and inputs of this program, and the references that are left."""
         program = pl.program_id(0)
         task, nth = quotient(program, blocks), program - quotient(program, blocks) * blocks
-        block = blocks - 1 - nth if self.look.is_causal else nth  # later queries see more: the longest come first
+        is_reversed = self.look.is_causal and self.is_over_queries  # the longest come first
+        block = blocks - 1 - nth if is_reversed else nth
         head = quotient(task, self.look.head_tasks)
         starts = tasks[task, 0], tasks[task, 1], tasks[task, 2]
         span = spans[head, 0, block], spans[head, 1, block], spans[head, 2, block], spans[head, 3, block]
@@ -311,4 +313,4 @@ def _call(
         name=f"ringjax_{name}",
         interpret=how.interpret,
     )
-    return call(*inputs, *sums) if how.interpret else on_its_platform(call, *inputs, *sums, sums=len(sums))
+    return call(*inputs, *sums) if how.interpret else on_its_platform("cuda", call, *inputs, *sums, sums=len(sums))

@@ -30,8 +30,8 @@ Line = Literal["same", "before"]
 class BlockSizes:
     """Rows per block of the kernels on TPU and GPU, for `dilated_attention(..., block_sizes=...)`.
 
-    Query rows are counted over all query heads that share a key/value head. Sizes beyond the rows of a segment
-    are cut down to them.
+    Query rows are counted over all query heads that share a key/value head. A size is cut down where half of it holds
+    all rows of a segment. Whether blocks fit into the memory of a kernel, its compiler says.
 
     Args:
         query: Query rows of a block, forward.
@@ -177,7 +177,7 @@ def _table(*columns: Array) -> Array:
 
 def dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
     """A product in float32; the factors are taken as they are."""
-    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 

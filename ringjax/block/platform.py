@@ -22,15 +22,16 @@ PLATFORMS = ("tpu", "cuda")
 Given = TypeVar("Given")
 
 
-def on_its_platform(call: Callable[..., Sequence[Array]], *arrays: Array, sums: int) -> list[Array]:
-    """What `call(*arrays)` gives, traced and lowered only for the platforms that have kernels.
+def on_its_platform(platform: str, call: Callable[..., Sequence[Array]], *arrays: Array, sums: int) -> list[Array]:
+    """What `call(*arrays)` gives, traced and lowered for one platform only.
 
     Args:
+        platform: ``"tpu"`` or ``"cuda"``.
         call: Gives arrays of the types of its last `sums` arguments; it closes over no array.
         *arrays: Its arguments.
         sums: How many results it has.
     """
-    return _kernel.bind(*arrays, call=call, sums=sums)
+    return _kernel.bind(*arrays, platform=platform, call=call, sums=sums)
 
 
 def refused(given: Given, reason: str) -> Given:
@@ -41,20 +42,17 @@ def refused(given: Given, reason: str) -> Given:
 
 _kernel = core.Primitive("ringjax_kernel")
 _kernel.multiple_results = True
-_kernel.def_abstract_eval(lambda *avals, call, sums: avals[-sums:])
-_kernel.def_impl(lambda *arrays, call, sums: jax.jit(call)(*arrays))
-
-
-def _run(*arrays: Array, call: Callable[..., Sequence[Array]], sums: int) -> Sequence[Array]:
-    return call(*arrays)
-
-
-def _stand_in(*arrays: Array, call: Callable[..., Sequence[Array]], sums: int) -> list[Array]:
-    return [jnp.zeros_like(x) for x in arrays[-sums:]]
+_kernel.def_abstract_eval(lambda *avals, platform, call, sums: avals[-sums:])
+_kernel.def_impl(lambda *arrays, platform, call, sums: jax.jit(call)(*arrays))
 
 
 def _batched(
-    arrays: Sequence[Array], axes: Sequence[int | None], *, call: Callable[..., Sequence[Array]], sums: int
+    arrays: Sequence[Array],
+    axes: Sequence[int | None],
+    *,
+    platform: str,
+    call: Callable[..., Sequence[Array]],
+    sums: int,
 ) -> tuple[Any, list[int]]:
     size = next(x.shape[axis] for x, axis in zip(arrays, axes, strict=True) if axis is not None)
     moved = [x if axis is None else jnp.moveaxis(x, axis, 0) for x, axis in zip(arrays, axes, strict=True)]
@@ -63,22 +61,37 @@ def _batched(
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else x for x, axis in zip(last, axes[-sums:], strict=True)
     ]
     in_axes = [None if axis is None else 0 for axis in axes[:-sums]] + [0] * sums
-    return on_its_platform(jax.vmap(call, in_axes=tuple(in_axes)), *given, *last, sums=sums), [0] * sums
+    mapped = jax.vmap(call, in_axes=tuple(in_axes))
+    return on_its_platform(platform, mapped, *given, *last, sums=sums), [0] * sums
+
+
+def _lower(on: str | None) -> Callable[..., Any]:
+    """The lowering rule for one platform, or for all others."""
+
+    def rule(ctx: Any, *arrays: Any, platform: str, call: Callable[..., Sequence[Array]], sums: int) -> Any:  # noqa: ANN401
+        if platform != on:
+            return mlir.lower_fun(lambda *xs: [jnp.zeros_like(x) for x in xs[-sums:]])(ctx, *arrays)
+        # Kernels on TPU have no 64-bit numbers. JAX warns that its Triton lowering is to go: no caller can help it.
+        with jax.enable_x64(False), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+            try:
+                return mlir.lower_fun(call)(ctx, *arrays)
+            except NotImplementedError as error:
+                if "automatically partitioned" not in str(error):
+                    raise
+                raise NotImplementedError(
+                    "Kernels on TPU cannot be partitioned by the compiler: tell how arrays are sharded, by "
+                    "`ring=Ring(mesh, batch_axis=...)` (its ring axis may have one device), or use "
+                    '`implementation="xla"`.'
+                ) from error
+
+    return rule
 
 
 batching.primitive_batchers[_kernel] = _batched
-mlir.register_lowering(_kernel, mlir.lower_fun(_stand_in))
-mlir.register_lowering(_kernel, mlir.lower_fun(_run), platform="tpu")
-
-
-def _lower_quietly(ctx: Any, *arrays: Any, **how: Any) -> Any:  # noqa: ANN401
-    """JAX warns that its Triton lowering is to go; there is nothing that a caller could do about that."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
-        return mlir.lower_fun(_run)(ctx, *arrays, **how)
-
-
-mlir.register_lowering(_kernel, _lower_quietly, platform="cuda")
+mlir.register_lowering(_kernel, _lower(None))
+for _platform in PLATFORMS:
+    mlir.register_lowering(_kernel, _lower(_platform), platform=_platform)
 
 _refuse = core.Primitive("ringjax_refuse")
 _refuse.multiple_results = True

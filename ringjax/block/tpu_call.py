@@ -151,4 +151,4 @@ class Call(NamedTuple):
             interpret=interpret,
         )
         arrays = *self.scalars, *(array for array, _ in self.inputs)
-        return call(*arrays) if interpret else on_its_platform(call, *arrays, sums=self.sums)
+        return call(*arrays) if interpret else on_its_platform("tpu", call, *arrays, sums=self.sums)

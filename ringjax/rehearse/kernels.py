@@ -74,7 +74,7 @@ def kernel_costs(
         look = Look(blocks, rows, group, tasks, is_causal, bool(rows % blocks.key), (), 1.0)
         query_spans = look.query_spans(jnp.array([rows], jnp.int32), None, None)
         spans = look.key_spans(query_spans) if name == "key_gradient" else query_spans
-        met = int((query_spans[:, 2] - query_spans[:, 0]).sum()) * tasks
+        met = int((spans[:, 2] - spans[:, 0]).sum()) * tasks
         flops = 2 * _MULTIPLIES[name] * head_dim
         moved = (
             _tpu_bytes(name, look, tasks, head_dim, dtype, spans)
