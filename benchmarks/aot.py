@@ -120,6 +120,10 @@ class Row:
         if hidden < self.hop_permutes:
             exposed = self.hop_permutes - hidden
             found.append(f"{exposed} of {self.hop_permutes} messages in hop loops travel without {work} meanwhile")
+        if self.permutes_async < self.permutes:
+            found.append(f"{self.permutes - self.permutes_async} of {self.permutes} messages are synchronous")
+        if self.kernels and self.kernel_bytes is None:
+            found.append("does not tell what its kernels take")
         if self.device_bytes is not None and self.device_bytes > target.memory_bytes:
             found.append(f"needs {self.device_bytes / GIB:.1f} GiB of {target.memory_bytes / GIB:.1f} GiB")
         if self.kernel_bytes is not None and self.kernel_bytes > target.kernel_memory_bytes:

@@ -1,7 +1,7 @@
 """The parts of branches that need no other device, by the kernels of a target: the counterpart of `ringjax.block.xla`.
 
-On TPU the selected rows are copied together first: a kernel there reads whole tiles, and the dense sequence, tiled by
-heads, would have to be copied as a whole. On GPU the kernels read them where they stand.
+On TPU the selected rows are copied together first, in the form in which rows travel: a kernel there reads whole tiles,
+and docs/kernels.md compares the ways. On GPU the kernels read them where they stand.
 Legend: ``B`` batch, ``c`` rows that the device holds, ``K`` key/value heads, ``G`` query heads per key/value head,
 ``H`` head dim, ``m`` rows of a segment.
 """
@@ -21,7 +21,6 @@ from ringjax.block.kernel import Look
 from ringjax.block.walk import Walk
 from ringjax.block.xla import BlockOptions, Grads
 from ringjax.indices import PartTable
-from ringjax.select import from_bits, to_bits
 from ringjax.shard import ShardRows
 from ringjax.softmax import Partial
 
@@ -151,7 +150,7 @@ class _PartRows:
 
     def taken(self, x: Array, group: int) -> Array:
         """Selected rows (N, 1, m * group, width) of (B, c, K, ...); 0 where the ids say padding, which may hold NaN."""
-        rows = from_bits(self._take(to_bits(x), self.options.kv_heads))
+        rows = self._take(x, self.options.kv_heads)
         rows = rows.reshape(-1, 1, self.table.rows * group, rows.shape[-1] // group)
         if self._ids is None:
             return rows
