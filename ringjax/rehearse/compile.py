@@ -75,8 +75,10 @@ def rehearse(target: Target, workload: Workload, is_gradient: bool, dump_to: str
     mesh = ring_mesh(target)
     lowered = _lowered(mesh, workload, is_gradient)
     begin = time.perf_counter()
-    shown = {"xla_dump_to": dump_to, "xla_dump_emitter_re": "ptx"} if dump_to else {}
-    compiled = lowered.compile(compiler_options=dict(target.options) | shown)
+    options: dict[str, str | bool] = dict(target.options)
+    if dump_to:
+        options |= {"xla_dump_to": dump_to, "xla_dump_emitter_re": "ptx"}
+    compiled = lowered.compile(compiler_options=options)
     return Rehearsal(compiled, time.perf_counter() - begin)
 
 
