@@ -29,7 +29,7 @@ def test_low_precision_error_is_that_of_the_naive_computation(dtype, is_causal, 
     assert (ours[1:] <= 3 * theirs[1:]).all(), (ours, theirs)
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [pytest.param(False, marks=SLOW), True])
 def test_extreme_logits_are_finite_and_right(is_causal):
     case = Case(length=96, segment_lengths=(32, 96), dilation_rates=(1, 3), is_causal=is_causal)
     q, k, v, g = case.arrays(np.float32)

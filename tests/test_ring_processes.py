@@ -61,7 +61,7 @@ for name, x, y in zip(("out", "dq", "dk", "dv"), got, expected):
 """
 
 
-@pytest.mark.parametrize(("num_processes", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("num_processes", "devices"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_equals_oracle(num_processes, devices):
     results = run_processes(python(SCRIPT, COMPARE), num_processes, devices_per_process=devices)
     right = [line for result in results for line in re.findall(r"^right (\w+) (\d)$", result.output, re.MULTILINE)]
