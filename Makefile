@@ -6,13 +6,17 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo ring test test-slow lint types doctest bench bench-ring bench-decode million aot-tpu aot-cuda clean
+.PHONY: demo ring train test test-slow lint types doctest bench bench-ring bench-decode million aot-tpu aot-cuda clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
 
 ring: $(VENV)/ready
 	$(BIN)/python examples/ring.py
+
+# a language model on the sources of Python's standard library, on 8 simulated devices; TRAIN takes more options
+train: $(VENV)/ready
+	$(BIN)/python examples/train_lm.py --devices 8 --out runs/train --overwrite $(TRAIN)
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
@@ -55,7 +59,7 @@ aot-cuda: .venv-aot-cuda-$(VERSION)/ready
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[test,bench,plot,dev]'
+	$(BIN)/python -m pip install --quiet -e '.[test,bench,plot,dev,train]'
 	touch $@
 
 .venv-torch/ready:
