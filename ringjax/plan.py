@@ -19,14 +19,13 @@ from ringjax.costs import Message, Moves
 from ringjax.geometry import Request, StrategyName
 from ringjax.indices import PartTable, branch_tables, memoized
 from ringjax.layout import layout_for, layout_named
+from ringjax.memory import PLATFORMS, Memory, Platform, predicted_memory
 from ringjax.pattern import Branch, DilationPattern, whole_number
 from ringjax.shard import ShardRows
-from ringjax.softmax import accumulator
 
 STRATEGIES = ("auto", "ring", "gather")
 _LATENCY_BYTES = 256 * 1024  # a hop of fewer bytes takes about as long as an empty one
 _LONG_MESSAGE = 2**19  # bytes; cutting longer messages costs no time
-_SCRATCH, _RING_SCRATCH = 12 * 2**20, 3 * 2**20  # scores and weights of a block
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,7 +117,8 @@ class Plan:
     Attributes:
         request: What it was made for.
         branches: One plan per branch.
-        forward_memory: Estimated bytes per device of a forward pass: arguments, outputs and temporaries.
+        forward_memory: Estimated bytes per device of a forward pass in plain XLA: arguments, outputs and temporaries;
+            see `memory` for the kernels.
         gradient_memory: Estimated bytes per device of forward and backward pass.
 
     Example:
@@ -142,6 +142,19 @@ class Plan:
     def balance(self) -> float:
         """Flops of the busiest device over the mean."""
         return float(max(self.flops) / np.mean(self.flops)) if any(self.flops) else 1.0
+
+    def memory(self, platform: Platform = "cpu") -> Memory:
+        """Estimated bytes per device on a platform: of a forward pass, and of forward and backward pass.
+
+        Example:
+            >>> import ringjax as rj
+            >>> p = rj.plan(rj.DilationPattern((2048,), (1,)), seq_len=65536, num_heads=8, head_dim=128, ring_size=8)
+            >>> p.memory("cpu") == (p.forward_memory, p.gradient_memory)
+            True
+        """
+        if platform not in PLATFORMS:
+            raise ValueError(f"`platform` must be one of {PLATFORMS}, got {platform!r}.")
+        return predicted_memory(self.request, self.branches, platform)
 
     @property
     def aligned_length(self) -> int | None:
@@ -187,8 +200,7 @@ def make_plan(request: Request) -> Plan:
 
 def _make_plan(request: Request) -> Plan:
     branches = tuple(_branch_plan(request, *numbered) for numbered in enumerate(geometry.branches_of(request)))
-    forward, gradient = _memory(request, branches)
-    return Plan(request, branches, forward, gradient)
+    return Plan(request, branches, *predicted_memory(request, branches))
 
 
 def _branch_plan(request: Request, number: int, branch: Branch) -> BranchPlan:
@@ -234,31 +246,6 @@ def _pieces(request: Request, rows: int, heads: int) -> int:
     """In how many equal parts the heads travel: as many as keep messages long."""
     size = costs.row_bytes(request, rows).keys
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or size // n >= _LONG_MESSAGE))
-
-
-def _memory(request: Request, branches: tuple[BranchPlan, ...]) -> tuple[int, int]:
-    """Estimated bytes per device of a forward pass, and of forward and backward pass."""
-    kv_heads = request.kv_heads // request.head_shards
-    sums = accumulator(np.dtype(request.dtype)).name
-    wide = 0 if sums == request.dtype else 1  # whether sums are arrays of their own
-    q, q_sums = (_dense_bytes(request, d, kv_heads * request.group) for d in (request.dtype, sums))
-    k, k_sums = (_dense_bytes(request, d, kv_heads) for d in (request.dtype, sums))
-    lse = q_sums // request.head_dim
-    forward, gradient = 2 * q + 2 * k + lse + wide * q_sums, 4 * q + 4 * k + 2 * lse + wide * (q_sums + 2 * k_sums)
-    travelling = [(b, costs.row_bytes(request, request.batch * b.rows // b.pieces)) for b in branches if b.shard]
-    for branch, size in travelling:
-        copies = branch.group + 1 if branch.where == "gather" else 3
-        forward += copies * size.keys + size.queries + size.query_sums + size.ids
-        rest = (size.keys, size.key_sums) if branch.moves == "keys" else (2 * size.queries, size.query_sums)
-        gradient += copies * sum(rest) + size.keys + 2 * size.queries
-    scratch = _SCRATCH if request.ring_size == 1 else _RING_SCRATCH
-    return forward + scratch, gradient + 2 * scratch
-
-
-def _dense_bytes(request: Request, dtype: str, heads: int) -> int:
-    """Bytes of a whole array of so many heads on one device."""
-    rows = request.batch * request.shard_length * heads
-    return costs.row_bytes(request._replace(dtype=dtype, group=1), rows).queries
 
 
 def plan(

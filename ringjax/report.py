@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 _WIDTH = 120
 
 
-def plan_table(plan: Plan) -> str:
-    """The plan as text, at most 120 columns wide."""
+def plan_table(plan: Plan, *, has_caption: bool = True) -> str:
+    """The plan as text, at most 120 columns wide; the caption says what the numbers leave out."""
     request = plan.request
-    table = Table(title=_title(plan), title_justify="left", title_style="", caption=_caption(plan))
+    caption = _caption(plan) if has_caption else None
+    table = Table(title=_title(plan), title_justify="left", title_style="", caption=caption)
     table.caption_justify, table.caption_style = "left", ""
     for name in (
         "branch",
@@ -40,7 +41,15 @@ def plan_table(plan: Plan) -> str:
         total = max(plan.flops)
         table.add_section()
         table.add_row(
-            "all", "", str(request.ring_size), "", "", *map(_bytes, sent), "", _count(total), f"{plan.balance:.2f}"
+            "all",
+            "",
+            str(request.ring_size),
+            "",
+            "",
+            *map(bytes_text, sent),
+            "",
+            count_text(total),
+            f"{plan.balance:.2f}",
         )
     out = io.StringIO()
     Console(file=out, width=_WIDTH, color_system=None).print(table)
@@ -64,8 +73,8 @@ def _title(plan: Plan) -> str:
 
 def _caption(plan: Plan) -> str:
     lines = [
-        f"Memory per device, estimated: {_bytes(plan.forward_memory)} forward, "
-        f"{_bytes(plan.gradient_memory)} with gradient. Flops: forward, busiest device.",
+        f"Memory per device, estimated: {bytes_text(plan.forward_memory)} forward, "
+        f"{bytes_text(plan.gradient_memory)} with gradient. Flops: forward, busiest device.",
     ]
     for branch in plan.branches:
         used = len(set(branch.selection.offsets))
@@ -97,15 +106,16 @@ def _row(branch: BranchPlan) -> tuple[str, ...]:
         str(branch.group),
         f"{branch.hops}{pieces}" if branch.where != "local" else "",
         "" if branch.where == "local" else f"{branch.rows // branch.pieces:,}",
-        _bytes(branch.sent(branch.forward)),
-        _bytes(branch.sent(branch.backward)),
+        bytes_text(branch.sent(branch.forward)),
+        bytes_text(branch.sent(branch.backward)),
         moves,
-        _count(max(branch.flops)),
+        count_text(max(branch.flops)),
         f"{branch.balance:.2f}",
     )
 
 
-def _bytes(number: float) -> str:
+def bytes_text(number: float) -> str:
+    """A number of bytes, in powers of 1024."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
@@ -113,7 +123,8 @@ def _bytes(number: float) -> str:
     return f"{number:.1f} TiB"
 
 
-def _count(number: float) -> str:
+def count_text(number: float) -> str:
+    """A large number, in powers of 1000."""
     for unit in ("", "K", "M", "G", "T"):
         if number < 1000:
             return f"{number:.1f}{unit}"

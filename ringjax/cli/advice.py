@@ -1,0 +1,150 @@
+"""What a plan leaves to be desired, each with the change that mends it; and the best layout and strategy."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import NamedTuple
+
+from ringjax.cli.arguments import Job
+from ringjax.cli.roofline import Estimate, estimate
+from ringjax.plan import Plan
+
+
+class Finding(NamedTuple):
+    """Something to mend, and how."""
+
+    about: str
+    fix: str
+
+
+class Choice(NamedTuple):
+    """A layout and a strategy, and what they cost.
+
+    Attributes:
+        layout: The layout.
+        strategy: The strategy.
+        cost: Estimated seconds of forward and backward pass where a device is named, else flops of the busiest device.
+        sent: Bytes that leave a device, forward and backward.
+        gradient_memory: Bytes of a device, forward and backward.
+    """
+
+    layout: str
+    strategy: str
+    cost: float
+    sent: int
+    gradient_memory: int
+
+
+def warnings_of(job: Job, plan: Plan, guess: Estimate | None) -> list[Finding]:
+    """All that can be mended."""
+    found = [*_coverage(job), *_alignment(job, plan), *_balance(job, plan), *_kernels(job, plan), *_memory(job, plan)]
+    if guess is not None and guess.hidden < 0.95:
+        found.append(
+            Finding(
+                f"about {1 - guess.hidden:.0%} of the time of messages is not hidden behind work (estimate)",
+                "a smaller --ring, larger rates for the segments that span devices, or fewer --kv-heads",
+            )
+        )
+    return found
+
+
+def _coverage(job: Job) -> list[Finding]:
+    kv_heads = job.num_kv_heads or job.num_heads
+    length = min(job.seq_len, 2**20)  # shares do not change beyond
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        share = job.pattern.coverage(kv_heads, length).share
+    found = []
+    if share < 1:
+        found.append(
+            Finding(
+                f"{1 - share:.1%} of (position, head) pairs are in no branch and give 0",
+                "a branch of rate 1, such as 2K/1",
+            )
+        )
+    for branch in job.pattern.branches(kv_heads, job.seq_len):
+        used = len(set(branch.offsets))
+        if branch.num_heads and used < branch.rate and share < 1:
+            name = f"{branch.segment_length}/{branch.rate}"
+            found.append(Finding(f"{name}: the heads use {used} of {branch.rate} residues", f"a rate up to {used}"))
+    longest = max(job.pattern.segment_lengths)
+    if longest < job.seq_len // 2:
+        rate = 2 ** max(0, round(math.log2(job.seq_len / 16384)))
+        found.append(
+            Finding(
+                f"a query sees at most {longest:,} of {job.seq_len:,} positions in one layer",
+                f"a branch of the whole sequence, such as --pattern ...,T/{rate}",
+            )
+        )
+    return found
+
+
+def _alignment(job: Job, plan: Plan) -> list[Finding]:
+    slow = [b for b in plan.branches if b.advice]
+    length = plan.aligned_length if slow else None
+    fix = f"--stored-length {length}: to_layout(..., length={length})" if length else "lengths that are powers of two"
+    return [
+        Finding(f"{b.segment_length}/{b.rate} is computed by position, which is slower: {b.advice}", fix) for b in slow
+    ]
+
+
+def _balance(job: Job, plan: Plan) -> list[Finding]:
+    if plan.balance <= 1.05:
+        return []
+    about = f"the busiest device does {plan.balance:.2f} times the mean"
+    if job.is_causal and plan.request.layout == "contiguous":
+        return [Finding(about, "--layout zigzag")]
+    return [Finding(about, f"a length that is a multiple of {2 * job.ring_size} times the largest rate")]
+
+
+def _kernels(job: Job, plan: Plan) -> list[Finding]:
+    if job.platform == "cpu":
+        return []
+    target = "tpu" if job.platform == "tpu" else "gpu"
+    reasons = {b.kernels[target]: f"{b.segment_length}/{b.rate}" for b in plan.branches}
+    fixes = {"head dims": "--head-dim 64 or 128", "selected rows": "a smaller rate or ring", "take bfl": "--dtype bf16"}
+    found = []
+    for reason, name in reasons.items():
+        if reason != "pallas":
+            fix = next((fix for word, fix in fixes.items() if word in reason), "see docs/kernels.md")
+            found.append(Finding(f"plain XLA computes {name} instead of a kernel: {reason}", fix))
+    return found
+
+
+def _memory(job: Job, plan: Plan) -> list[Finding]:
+    limit, needed = job.memory_limit, plan.memory(job.platform).gradient
+    if limit is None or needed <= limit:
+        return []
+    ring = job.ring_size
+    while needed > limit and ring < 65536 and job.seq_len >= 2 * ring:
+        ring *= 2
+        try:
+            needed = dataclasses.replace(job, ring_size=ring, stored_length=None).plan().memory(job.platform).gradient
+        except ValueError:
+            break
+    fix = f"--ring {ring}" if needed <= limit else "fewer tokens, or heads over another axis (--head-shards)"
+    return [Finding(f"training needs more than the {limit / 1e9:.1f} GB of a device", fix)]
+
+
+def best_choice(job: Job) -> Choice:
+    """The layout and strategy that cost least, among those that fit; of equals the one that sends and holds less."""
+    choices = []
+    for layout in ("contiguous", "zigzag") if job.ring_size > 1 else ("contiguous",):
+        for strategy in ("auto", "ring", "gather") if job.ring_size > 1 else ("auto",):
+            other = dataclasses.replace(job, layout=layout, strategy=strategy, stored_length=None)
+            plan = other.plan()
+            sent = sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
+            cost = max(plan.flops)
+            if job.hardware is not None:
+                cost = estimate(plan, job.hardware).training_seconds
+            choices.append(Choice(layout, strategy, cost, sent, plan.memory(job.platform).gradient))
+    limit = job.memory_limit or math.inf
+    least = min(choices, key=lambda c: (c.gradient_memory > limit, c.cost))
+    alike = [
+        c
+        for c in choices
+        if c.cost <= 1.01 * least.cost and (c.gradient_memory > limit) <= (least.gradient_memory > limit)
+    ]
+    return min(alike, key=lambda c: (c.sent, c.gradient_memory))

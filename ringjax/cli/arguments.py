@@ -1,0 +1,245 @@
+"""What commands are given: sizes, patterns, and the attention that a command is about."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import re
+from typing import Any, NoReturn, get_args
+
+from ringjax.cli.hardware import DEVICES, Device, Platform
+from ringjax.geometry import StrategyName
+from ringjax.pattern import DilationPattern, Heads, Mixing, Offsets
+from ringjax.plan import STRATEGIES, Plan, plan
+from ringjax.rehearse.compile import Workload
+
+DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
+LAYOUTS = ("contiguous", "zigzag")
+_COUNT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
+_BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+
+
+def parse_count(text: str) -> int:
+    """A count of tokens or rows: K, M and G are powers of 1024.
+
+    Example:
+        >>> parse_count("256K"), parse_count("1M"), parse_count("100000")
+        (262144, 1048576, 100000)
+    """
+    return _parse(text, _COUNT, "a whole number such as 65536, 256K or 1M")
+
+
+def parse_bytes(text: str) -> int:
+    """An amount of memory: GB are 10**9 bytes, GiB are 2**30.
+
+    Example:
+        >>> parse_bytes("80GB"), parse_bytes("16GiB")
+        (80000000000, 17179869184)
+    """
+    return _parse(text, _BYTES, "an amount of memory such as 80GB or 16GiB")
+
+
+def _parse(text: str, units: dict[str, int], wanted: str) -> int:
+    found = _NUMBER.fullmatch(text.strip().replace(",", "").replace("_", ""))
+    value = float(found[1]) * units.get(found[2].upper(), 0) if found else 0.0
+    if value < 1 or value != int(value):
+        raise ValueError(f"{text!r} must be {wanted}")
+    return int(value)
+
+
+def parse_pattern(
+    text: str, seq_len: int, *, offsets: Offsets = "mod", heads: Heads = "all", mixing: Mixing = "exact"
+) -> DilationPattern:
+    """A pattern: ``"longnet"``, ``"auto"`` (by the length), or segments and rates such as ``"2K/1,16K/4,T/16"``.
+
+    Args:
+        text: The pattern; T stands for the whole sequence.
+        seq_len: Length of the sequence.
+        offsets: As for `DilationPattern`.
+        heads: As for `DilationPattern`.
+        mixing: As for `DilationPattern`.
+
+    Example:
+        >>> parse_pattern("2K/1,T/16", seq_len=65536)
+        DilationPattern(2048/1, 65536/16)
+    """
+    if text == "longnet":
+        return DilationPattern.longnet(offsets=offsets, heads=heads, mixing=mixing)
+    if text == "auto":
+        return DilationPattern.for_length(seq_len, offsets=offsets, heads=heads, mixing=mixing)
+    pairs = [pair.split("/") for pair in text.split(",")]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(
+            f"--pattern must be longnet, auto, or segments/rates such as 2K/1,16K/4,T/16 (T: the whole sequence), "
+            f"got {text!r}"
+        )
+    lengths = tuple(seq_len if w.strip() == "T" else parse_count(w) for w, _ in pairs)
+    rates = tuple(parse_count(r) for _, r in pairs)
+    return DilationPattern(lengths, rates, offsets=offsets, heads=heads, mixing=mixing)
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One attention on a ring of devices, as a command is told of it; see `ringjax.plan` for the meaning of names.
+
+    Example:
+        >>> Job(seq_len=65536, num_heads=8, head_dim=64, ring_size=4, pattern_text="2K/1,T/16").plan().branches[1].hops
+        3
+    """
+
+    seq_len: int
+    num_heads: int = 16
+    head_dim: int = 128
+    pattern_text: str = "longnet"
+    ring_size: int = 1
+    num_kv_heads: int | None = None
+    batch: int = 1
+    layout: str = "contiguous"
+    strategy: StrategyName = "auto"
+    is_causal: bool = False
+    dtype: str = "bfloat16"
+    stored_length: int | None = None
+    has_segment_ids: bool = False
+    head_shards: int = 1
+    memory: int | None = None
+    device: str | None = None
+    offsets: Offsets = "mod"
+    heads: Heads = "all"
+    mixing: Mixing = "exact"
+
+    @property
+    def pattern(self) -> DilationPattern:
+        """The pattern for this length."""
+        how: dict[str, Any] = {"offsets": self.offsets, "heads": self.heads, "mixing": self.mixing}
+        return parse_pattern(self.pattern_text, self.seq_len, **how)
+
+    @property
+    def hardware(self) -> Device | None:
+        """The device that was named, if any."""
+        return None if self.device is None else DEVICES[self.device]
+
+    @property
+    def platform(self) -> Platform:
+        """Whose compiler makes the program; CPU where no device is named."""
+        return "cpu" if self.hardware is None else self.hardware.platform
+
+    @property
+    def memory_limit(self) -> int | None:
+        """Bytes that a device has: as given, or what the named device has."""
+        return self.memory if self.memory or self.hardware is None else self.hardware.memory_bytes
+
+    @property
+    def workload(self) -> Workload:
+        """The same for `ringjax.rehearse`."""
+        return Workload(
+            self.pattern,
+            self.stored_length or self.seq_len,
+            self.num_heads,
+            self.head_dim,
+            num_kv_heads=self.num_kv_heads,
+            batch=self.batch,
+            dtype=self.dtype,
+            is_causal=self.is_causal,
+            layout=self.layout,
+        )
+
+    def plan(self) -> Plan:
+        """The plan; the memory limit is left out of it, as a program for another platform has its own."""
+        return plan(
+            self.pattern,
+            seq_len=self.seq_len,
+            num_heads=self.num_heads,
+            head_dim=self.head_dim,
+            ring_size=self.ring_size,
+            stored_length=self.stored_length,
+            num_kv_heads=self.num_kv_heads,
+            batch=self.batch,
+            layout=self.layout,
+            is_causal=self.is_causal,
+            dtype=self.dtype,
+            strategy=self.strategy,
+            has_segment_ids=self.has_segment_ids,
+            head_shards=self.head_shards,
+        )
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong, and where the remedy stands."""
+        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+
+
+def checked(parse: Any) -> Any:  # noqa: ANN401 - what argparse takes for a type
+    """A parser of values for `argparse`, which then shows our sentence instead of its own."""
+
+    def typed(text: str) -> Any:  # noqa: ANN401
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+
+    return typed
+
+
+count, amount = checked(parse_count), checked(parse_bytes)
+
+
+def add_job_arguments(
+    parser: argparse.ArgumentParser, *, seq_len: str, ring: str | None = "1", **defaults: str
+) -> None:
+    """Adds the options that describe an attention; `ring=None` leaves the ring out."""
+    given = {"heads": "16", "head-dim": "128", "pattern": "longnet", "dtype": "bf16", **defaults}
+    group = parser.add_argument_group("the attention")
+    group.add_argument(
+        "--seq-len", type=count, default=seq_len, metavar="T", help="tokens: 65536, 256K, 1M (%(default)s)"
+    )
+    group.add_argument("--heads", type=count, default=given["heads"], metavar="N", help="query heads (%(default)s)")
+    group.add_argument("--kv-heads", type=count, metavar="K", help="key/value heads (as many as query heads)")
+    group.add_argument("--head-dim", type=count, default=given["head-dim"], metavar="H", help="(%(default)s)")
+    group.add_argument("--batch", type=count, default="1", metavar="B", help="sequences per device (%(default)s)")
+    group.add_argument(
+        "--pattern",
+        default=given["pattern"],
+        help="longnet, auto (by the length), or segments/rates: 2K/1,16K/4,T/16, T being the sequence (%(default)s)",
+    )
+    group.add_argument("--offsets", choices=get_args(Offsets), default="mod", help="(%(default)s)")
+    group.add_argument("--branch-heads", choices=get_args(Heads), default="all", help="(%(default)s)")
+    group.add_argument("--mixing", choices=get_args(Mixing), default="exact", help="(%(default)s)")
+    group.add_argument("--causal", action="store_true", help="a query sees no key after itself")
+    group.add_argument("--dtype", choices=DTYPES, default=given["dtype"], help="(%(default)s)")
+    group.add_argument("--segment-ids", action="store_true", help="packed documents")
+    if ring is not None:
+        group.add_argument("--ring", type=count, default=ring, metavar="P", help="devices that share it (%(default)s)")
+    group.add_argument("--layout", choices=LAYOUTS, help="(zigzag if causal, else contiguous)")
+    group.add_argument("--strategy", choices=STRATEGIES, default="auto", help="(%(default)s)")
+    group.add_argument("--stored-length", type=count, metavar="T", help="length with padding")
+
+
+def job_of(options: argparse.Namespace, **changes: Any) -> Job:  # noqa: ANN401
+    """The attention that the options describe."""
+    named = {
+        "seq_len": options.seq_len,
+        "num_heads": options.heads,
+        "head_dim": options.head_dim,
+        "pattern_text": options.pattern,
+        "ring_size": getattr(options, "ring", 1),
+        "num_kv_heads": options.kv_heads,
+        "batch": options.batch,
+        "layout": options.layout or ("zigzag" if options.causal else "contiguous"),
+        "strategy": options.strategy,
+        "is_causal": options.causal,
+        "dtype": DTYPES[options.dtype],
+        "stored_length": options.stored_length,
+        "has_segment_ids": options.segment_ids,
+        "head_shards": getattr(options, "head_shards", 1),
+        "memory": getattr(options, "memory", None),
+        "device": getattr(options, "device", None),
+        "offsets": options.offsets,
+        "heads": options.branch_heads,
+        "mixing": options.mixing,
+    }
+    return Job(**{**named, **changes})

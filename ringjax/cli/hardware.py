@@ -1,0 +1,83 @@
+"""What the makers say of their devices: peak figures, for estimates.
+
+The figures are those of the makers' public data sheets: NVIDIA's of A100 80GB SXM, H100 SXM and DGX B200 (dense), and
+Google's "System architecture" pages of Cloud TPU v5e, v5p and v6e. A ring uses one link in one direction: on TPUs that
+is the bidirectional bandwidth of a chip over twice its ports.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+from ringjax.rehearse.targets import CUDA_TARGETS, TPU_CHIPS
+
+Platform = Literal["cpu", "tpu", "cuda"]
+TERA, GIGA = 10**12, 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """Peak figures of one device.
+
+    Attributes:
+        name: What it is called here.
+        platform: Whose compiler it needs.
+        half_flops: Flops per second of bfloat16 and float16.
+        float_flops: Flops per second of float32 as the kernels take it.
+        memory_bytes: Device memory.
+        bandwidth: Bytes per second from device memory.
+        link: Bytes per second to the next device of a ring, one direction.
+        machine_size: Devices that are linked by `link`; larger rings leave the machine. None: all of them.
+        machine_link: Bytes per second per device between machines.
+    """
+
+    name: str
+    platform: Platform
+    half_flops: float
+    float_flops: float
+    memory_bytes: int
+    bandwidth: float
+    link: float
+    machine_size: int | None = None
+    machine_link: float = 0.0
+
+    def flops(self, dtype: str) -> float:
+        """Peak flops per second for a dtype."""
+        return self.half_flops if dtype in ("bfloat16", "float16") else self.float_flops
+
+    def hop_bandwidth(self, group: int) -> float:
+        """Bytes per second of the slowest hop in rings of `group` neighbouring devices.
+
+        Example:
+            >>> DEVICES["h100"].hop_bandwidth(8) / 10**9, DEVICES["h100"].hop_bandwidth(16) / 10**9
+            (450.0, 50.0)
+        """
+        is_inside = self.machine_size is None or self.machine_size % group == 0
+        return self.link if is_inside else self.machine_link
+
+
+def _gpu(name: str, half: float, single: float, nvlink: float, network: float) -> Device:
+    """NVLink's figure is that of both directions; the network's is of one adapter per GPU, one direction."""
+    facts = CUDA_TARGETS[name.upper()].facts
+    memory, bandwidth = facts.memory_bytes, facts.bandwidth
+    return Device(name, "cuda", half * TERA, single * TERA, memory, bandwidth, nvlink / 2 * GIGA, 8, network * GIGA)
+
+
+def _tpu(name: str, half: float, bandwidth: float, links: float, ports: int) -> Device:
+    """float32 is multiplied in six passes of bfloat16, which is what the kernels ask for."""
+    memory = TPU_CHIPS[name].hbm_bytes
+    return Device(name, "tpu", half * TERA, half * TERA / 6, memory, bandwidth * GIGA, links / (2 * ports) * GIGA)
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _gpu("a100", half=312, single=19.5, nvlink=600, network=25),
+        _gpu("h100", half=989, single=67, nvlink=900, network=50),
+        _gpu("b200", half=2250, single=75, nvlink=1800, network=50),
+        _tpu("v5e", half=197, bandwidth=819, links=400, ports=4),
+        _tpu("v5p", half=459, bandwidth=2765, links=1200, ports=6),
+        _tpu("v6e", half=918, bandwidth=1638, links=800, ports=4),
+    )
+}

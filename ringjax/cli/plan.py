@@ -1,0 +1,300 @@
+"""`ringjax plan`: what an attention will do on a ring, what it needs and what it will take, before it runs anywhere."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+from rich.table import Table
+
+import ringjax
+from ringjax.cli.advice import Choice, Finding, best_choice, warnings_of
+from ringjax.cli.arguments import (
+    DTYPES,
+    LAYOUTS,
+    Job,
+    add_job_arguments,
+    amount,
+    count,
+    job_of,
+    parse_count,
+)
+from ringjax.cli.hardware import DEVICES
+from ringjax.cli.output import emit, seconds_text, table_text
+from ringjax.cli.roofline import Estimate, estimate
+from ringjax.memory import Memory
+from ringjax.plan import STRATEGIES, Plan
+from ringjax.report import bytes_text, count_text, plan_table
+
+EXAMPLES = """examples:
+  ringjax plan --seq-len 1M --heads 16 --head-dim 128 --pattern longnet --ring 8 --causal --device h100
+  ringjax plan --seq-len 1M --pattern 2K/1,32K/8,T/64 --ring 8 --causal --device v5p --sweep ring=1,2,4,8,16
+  ringjax plan --seq-len 64K --pattern auto --ring 4 --memory 16GB --json
+"""
+_PARSERS: dict[str, tuple[str, Any]] = {
+    "ring": ("ring_size", parse_count),
+    "seq-len": ("seq_len", parse_count),
+    "heads": ("num_heads", parse_count),
+    "kv-heads": ("num_kv_heads", parse_count),
+    "head-dim": ("head_dim", parse_count),
+    "batch": ("batch", parse_count),
+    "pattern": ("pattern_text", str),
+    "layout": ("layout", str),
+    "strategy": ("strategy", str),
+    "dtype": ("dtype", str),
+    "device": ("device", str),
+}
+_CHOICES: dict[str, Any] = {"layout": LAYOUTS, "strategy": STRATEGIES, "dtype": DTYPES, "device": DEVICES}
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanReport:
+    """A plan with all that can be said of it beforehand.
+
+    Attributes:
+        job: What it is for.
+        plan: The plan.
+        memory: Estimated bytes per device.
+        estimate: Estimated time at the device's peak figures, or None where no device is named.
+        warnings: What to mend, and how.
+        best: The layout and strategy that cost least.
+        longest: The longest sequence whose training fits into the memory of a device, or None where no limit is known.
+    """
+
+    job: Job
+    plan: Plan
+    memory: Memory
+    estimate: Estimate | None
+    warnings: list[Finding]
+    best: Choice
+    longest: int | None
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether training fits into the memory of a device; None where no limit is known."""
+        limit = self.job.memory_limit
+        return None if limit is None else self.memory.gradient <= limit
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, fit for JSON."""
+        return {
+            "command": "plan",
+            "ringjax": ringjax.__version__,
+            "plan": self.plan.to_dict(),
+            "platform": self.job.platform,
+            "memory": {"forward_bytes": self.memory.forward, "training_bytes": self.memory.gradient},
+            "memory_limit_bytes": self.job.memory_limit,
+            "fits": self.fits,
+            "longest_seq_len": self.longest,
+            "estimate": None if self.estimate is None else self.estimate.to_dict(),
+            "warnings": [w._asdict() for w in self.warnings],
+            "best": self.best._asdict(),
+        }
+
+    def __str__(self) -> str:
+        lines = [plan_table(self.plan, has_caption=False), *_memory_lines(self)]
+        if self.estimate is not None:
+            lines += ["", _estimate_text(self.plan, self.estimate)]
+        best = f"Best: --layout {self.best.layout} --strategy {self.best.strategy}"
+        is_best = (self.best.layout, self.best.strategy) == (self.job.layout, self.job.strategy)
+        lines += ["", best + (", as planned." if is_best else f" ({bytes_text(self.best.sent)} sent).")]
+        for warning in self.warnings:
+            lines += [f"Warning: {warning.about}.", f"    Fix: {warning.fix}."]
+        return "\n".join(lines)
+
+
+def plan_report(job: Job) -> PlanReport:
+    """Plans an attention and says what it needs, what it takes and what to mend.
+
+    Args:
+        job: The attention, its ring and, to judge by, a device or an amount of memory.
+
+    Raises:
+        ValueError: If the job is not possible.
+
+    Example:
+        >>> report = plan_report(Job(2**20, pattern_text="2K/1,T/64", ring_size=8, is_causal=True, device="h100"))
+        >>> report.fits, report.best.layout, report.warnings[0].fix
+        (True, 'zigzag', '--layout zigzag')
+    """
+    plan = job.plan()
+    guess = None if job.hardware is None else estimate(plan, job.hardware)
+    return PlanReport(
+        job,
+        plan,
+        plan.memory(job.platform),
+        guess,
+        warnings_of(job, plan, guess),
+        best_choice(job),
+        None if job.memory_limit is None else longest_that_fits(job),
+    )
+
+
+def longest_that_fits(job: Job, most: int = 2**40) -> int:
+    """The longest sequence whose training fits into the memory of a device, in steps of 1024 tokens per chunk; or 0.
+
+    Example:
+        >>> longest_that_fits(Job(2**20, pattern_text="2K/1,T/64", ring_size=8, device="h100")) > 2**22
+        True
+    """
+    limit = job.memory_limit
+    assert limit is not None
+    step = 1024 * 2 * job.ring_size
+
+    def fits(steps: int) -> bool:
+        other = dataclasses.replace(job, seq_len=steps * step, stored_length=None)
+        return other.plan().memory(job.platform).gradient <= limit
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high * step <= most and fits(high):
+        low, high = high, 2 * high
+    while high - low > max(1, low // 256):  # to half a percent
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low * step
+
+
+class SweepRow(NamedTuple):
+    """The plan for one value of what is swept; `error` says why there is none."""
+
+    value: str
+    memory: Memory | None
+    fits: bool | None
+    sent: int | None
+    balance: float | None
+    forward_seconds: float | None
+    training_seconds: float | None
+    longest: int | None
+    error: str = ""
+
+
+def sweep(job: Job, name: str, values: list[str]) -> list[SweepRow]:
+    """Plans the job for several values of one option.
+
+    Args:
+        job: The attention.
+        name: An option, such as ``"ring"`` or ``"seq-len"``.
+        values: Its values, as on the command line.
+
+    Raises:
+        ValueError: If there is no such option, or a value is not one of its values.
+
+    Example:
+        >>> rows = sweep(Job(65536, pattern_text="2K/1,T/16", ring_size=4), "ring", ["1", "2", "4"])
+        >>> [row.sent for row in rows][0], rows[1].memory.gradient > rows[2].memory.gradient
+        (0, True)
+    """
+    if name not in _PARSERS:
+        raise ValueError(f"--sweep must name one of {', '.join(_PARSERS)}, got {name!r}")
+    field, parse = _PARSERS[name]
+    for value in values:
+        if name in _CHOICES and value not in _CHOICES[name]:
+            raise ValueError(f"--sweep {name} must take values among {', '.join(_CHOICES[name])}, got {value!r}")
+    parsed = [DTYPES[value] if name == "dtype" else parse(value) for value in values]
+    changes: list[dict[str, Any]] = [{field: x} for x in parsed]
+    return [_sweep_row(value, dataclasses.replace(job, **x)) for value, x in zip(values, changes, strict=True)]
+
+
+def _sweep_row(value: str, job: Job) -> SweepRow:
+    try:
+        plan = job.plan()
+    except ValueError as error:
+        return SweepRow(value, None, None, None, None, None, None, None, str(error))
+    guess = None if job.hardware is None else estimate(plan, job.hardware)
+    memory, limit = plan.memory(job.platform), job.memory_limit
+    sent = sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
+    return SweepRow(
+        value,
+        memory,
+        None if limit is None else memory.gradient <= limit,
+        sent,
+        plan.balance,
+        None if guess is None else guess.forward_seconds,
+        None if guess is None else guess.training_seconds,
+        None if limit is None else longest_that_fits(job),
+    )
+
+
+def _memory_lines(report: PlanReport) -> list[str]:
+    limit, memory, where = report.job.memory_limit, report.memory, report.job.platform
+    line = (
+        f"Memory per device (estimate, {where}, arguments and results included): {bytes_text(memory.forward)} forward, "
+        f"{bytes_text(memory.gradient)} training"
+    )
+    if limit is None:
+        return [f"{line}."]
+    verdict = "fits" if report.fits else "DOES NOT FIT"
+    return [
+        f"{line}.",
+        f"Training {verdict} into {bytes_text(limit)}; longest sequence that does: {report.longest:,} tokens.",
+    ]
+
+
+def _estimate_text(plan: Plan, guess: Estimate) -> str:
+    table = Table(
+        title=f"Time of one layer at the peak figures of {guess.device.name}: an ESTIMATE, a bound from below"
+    )
+    table.title_justify, table.title_style = "left", ""
+    for name in ("branch", "pass", "compute", "memory", "messages", "total", "messages hidden"):
+        table.add_column(name, justify="left" if name in ("branch", "pass") else "right")
+    for branch, *passes in zip(plan.branches, guess.forward, guess.backward, strict=True):
+        for name, time in zip(("forward", "backward"), passes, strict=True):
+            hidden = f"{1 - time.exposed / time.link:.0%}" if time.link else ""
+            cells = [seconds_text(x) for x in time]
+            table.add_row(f"{branch.segment_length}/{branch.rate}", name, *cells, hidden)
+    total = (
+        f"All: {seconds_text(guess.forward_seconds)} forward, {seconds_text(guess.training_seconds)} training "
+        f"({count_text(guess.tokens / guess.training_seconds)} tokens/s);\n{guess.hidden:.0%} of the time of messages "
+        f"hidden; bound by {guess.bound}. Real kernels reach a part of the peak."
+    )
+    return table_text(table) + "\n" + total
+
+
+def _sweep_text(job: Job, name: str, rows: list[SweepRow]) -> str:
+    platform = "each device" if name == "device" else job.platform
+    table = Table(title=f"{name} from {rows[0].value} to {rows[-1].value} (memory and time are estimates, {platform})")
+    table.title_justify, table.title_style = "left", ""
+    has_limit, has_time = (any(getattr(r, x) is not None for r in rows) for x in ("fits", "training_seconds"))
+    titles = [name, "forward memory", "training memory", *(["fits", "longest that fits"] if has_limit else [])]
+    titles += ["sent", "balance", *(["forward", "training"] if has_time else [])]
+    for title in titles:
+        table.add_column(title, justify="right")
+    for row in rows:
+        if row.memory is None or row.sent is None or row.balance is None:
+            table.add_row(row.value, row.error)
+            continue
+        cells = [row.value, *map(bytes_text, row.memory)]
+        cells += ["yes" if row.fits else "no", f"{row.longest:,}"] if has_limit else []
+        cells += [bytes_text(row.sent), f"{row.balance:.2f}"]
+        cells += [seconds_text(x or math.nan) for x in (row.forward_seconds, row.training_seconds)] if has_time else []
+        table.add_row(*cells)
+    return table_text(table)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ringjax plan`."""
+    add_job_arguments(parser, seq_len="1M")
+    parser.add_argument("--head-shards", type=count, default="1", metavar="S", help="devices that share the heads (1)")
+    parser.add_argument("--memory", type=amount, help="memory of a device: 80GB, 16GiB (that of --device)")
+    parser.add_argument("--device", choices=DEVICES, help="for memory and an estimate of time")
+    parser.add_argument("--sweep", metavar="NAME=A,B,C", help=f"a table over one of {', '.join(_PARSERS)}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`ringjax plan`."""
+    job = job_of(options)
+    if options.sweep is None:
+        report = plan_report(job)
+        emit(options, report.to_dict(), str(report))
+        return 0
+    name, _, values = options.sweep.partition("=")
+    if not values:
+        raise ValueError(f"--sweep must be a name and values such as ring=1,2,4,8, got {options.sweep!r}")
+    rows = sweep(job, name, values.split(","))
+    data = [{**r._asdict(), "memory": None if r.memory is None else r.memory._asdict()} for r in rows]
+    emit(options, {"command": "plan", "sweep": name, "rows": data}, _sweep_text(job, name, rows))
+    return 0
