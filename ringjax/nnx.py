@@ -34,6 +34,7 @@ class DilatedSelfAttention(nnx.Module):
         is_causal: Whether a position sees only itself and those before.
         positions: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
         sub_norm: Whether the concatenated heads are normalized (layer norm) before the output projection.
+        norm_epsilon: Added to the variance in that norm.
         use_bias: Whether the projections have a bias.
         dtype: Of the computation, by default that of input and parameters together; see `ringjax.compute_dtype`.
         param_dtype: Of the parameters.
@@ -68,6 +69,7 @@ class DilatedSelfAttention(nnx.Module):
         is_causal: bool = False,
         positions: PositionKind | None = None,
         sub_norm: bool = False,
+        norm_epsilon: float = 1e-6,
         use_bias: bool = True,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -103,16 +105,21 @@ class DilatedSelfAttention(nnx.Module):
         into_heads = functools.partial(
             projection,
             core.in_features,
-            kernel_metadata=self._over(None, core.head_axis, None),
-            bias_metadata=self._over(core.head_axis, None),
+            kernel_metadata=self.over(None, core.head_axis, None),
+            bias_metadata=self.over(core.head_axis, None),
         )
         self.query = into_heads(head_shape)
         self.key = into_heads((core.num_kv_heads, core.head_dim))
         self.value = into_heads((core.num_kv_heads, core.head_dim))
-        over_heads = self._over(core.head_axis, None, None)
+        over_heads = self.over(core.head_axis, None, None)
         self.out = projection(head_shape, out_features, axis=(-2, -1), kernel_metadata=over_heads)
         norm = functools.partial(
-            nnx.LayerNorm, dtype=dtype, param_dtype=param_dtype, use_fast_variance=False, rngs=rngs
+            nnx.LayerNorm,
+            epsilon=norm_epsilon,
+            dtype=dtype,
+            param_dtype=param_dtype,
+            use_fast_variance=False,
+            rngs=rngs,
         )
         self.sub_norm: nnx.LayerNorm | None = nnx.data(norm(core.num_heads * core.head_dim) if sub_norm else None)
 
@@ -141,7 +148,7 @@ class DilatedSelfAttention(nnx.Module):
             attended = self.sub_norm(flat).reshape(attended.shape)
         return self.out(attended, out_sharding=self.core.out_sharding(x.ndim))
 
-    def _over(self, *names: AxisName | None) -> dict[str, object]:
+    def over(self, *names: AxisName | None) -> dict[str, object]:
         """Metadata of a parameter whose axes are sharded over these mesh axes."""
         if self.core.head_axis is None:
             return {}

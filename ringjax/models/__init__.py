@@ -1,0 +1,7 @@
+"""LongNet models: a decoder (language model) and an encoder, small enough to read."""
+
+from ringjax.models.config import LongNetConfig
+from ringjax.models.loss import next_token_targets, token_loss
+from ringjax.models.model import LongNetDecoder
+
+__all__ = ["LongNetConfig", "LongNetDecoder", "next_token_targets", "token_loss"]

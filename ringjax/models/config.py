@@ -1,0 +1,114 @@
+"""The sizes of a LongNet, as a value."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, get_args
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ringjax.pattern import DilationPattern, whole_number
+from ringjax.self_attention import PositionKind
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LongNetConfig:
+    """What a LongNet is made of: a frozen, hashable value.
+
+    The presets `tiny`, `small`, `base` and `large` fill in the sizes; keywords change them.
+
+    Args:
+        num_layers: Number of blocks.
+        features: Width of the residual stream.
+        num_heads: Query heads.
+        vocab_size: Number of tokens; None for an encoder whose inputs are vectors.
+        input_features: Width of the vectors that an encoder takes instead of tokens, or None.
+        pattern: The branches of the attention, `DilationPattern.longnet()` by default.
+        num_kv_heads: Key/value heads, a divisor of `num_heads`; as many by default.
+        head_dim: Dimensions per head, ``features // num_heads`` by default.
+        hidden_features: Width of the feed-forward layers, ``4 * features`` by default.
+        positions: ``"rotary"``, ``"xpos"`` (decoders only, at most 65,536 positions) or None.
+        sub_norm: Whether a second norm stands before the last projection of attention and feed-forward layers.
+        use_bias: Whether the projections have a bias.
+        tie_embeddings: Whether the logits are made with the embedding of the tokens.
+        norm_epsilon: Added to the variance in all norms.
+        remat: Whether the backward pass computes blocks again, all but their attention, instead of keeping them.
+        scan_layers: Whether the blocks run in one loop, compiled once, or one after the other.
+        dtype: Of the computation, `ringjax.compute_dtype()` by default.
+        param_dtype: Of the parameters.
+
+    Raises:
+        ValueError: If an argument is not as described.
+
+    Example:
+        >>> import ringjax as rj
+        >>> from ringjax.models import LongNetConfig
+        >>> config = LongNetConfig.tiny(vocab_size=256, pattern=rj.DilationPattern((16, 64), (1, 4)))
+        >>> config.num_layers, config.features, config.num_heads
+        (2, 64, 4)
+    """
+
+    num_layers: int
+    features: int
+    num_heads: int
+    vocab_size: int | None = None
+    input_features: int | None = None
+    pattern: DilationPattern = dataclasses.field(default_factory=DilationPattern.longnet)
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    hidden_features: int | None = None
+    positions: PositionKind | None = "rotary"
+    sub_norm: bool = True
+    use_bias: bool = False
+    tie_embeddings: bool = True
+    norm_epsilon: float = 1e-6
+    remat: bool = True
+    scan_layers: bool = True
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.pattern, DilationPattern):
+            raise ValueError(f"`pattern` must be a DilationPattern, got {type(self.pattern).__name__}.")
+        for name in ("num_layers", "features", "num_heads"):
+            whole_number(name, getattr(self, name))
+        for name in ("vocab_size", "input_features", "num_kv_heads", "head_dim", "hidden_features"):
+            if getattr(self, name) is not None:
+                whole_number(name, getattr(self, name))
+        for name in ("sub_norm", "use_bias", "tie_embeddings", "remat", "scan_layers"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}` must be a bool, got {getattr(self, name)!r}.")
+        if self.head_dim is None and self.features % self.num_heads:
+            raise ValueError(
+                "`features` must be a multiple of `num_heads` where `head_dim` is not given, got "
+                f"{self.features} and {self.num_heads}."
+            )
+        if self.num_heads % (self.num_kv_heads or self.num_heads):
+            raise ValueError(
+                f"`num_heads` must be a multiple of `num_kv_heads`, got {self.num_heads} and {self.num_kv_heads}."
+            )
+        if self.positions is not None and self.positions not in get_args(PositionKind):
+            raise ValueError(f"`positions` must be None or one of {get_args(PositionKind)}, got {self.positions!r}.")
+        if not self.norm_epsilon > 0:
+            raise ValueError(f"`norm_epsilon` must be above 0, got {self.norm_epsilon!r}.")
+
+    @classmethod
+    def tiny(cls, **changes: Any) -> LongNetConfig:  # noqa: ANN401
+        """2 blocks of 64 features and 4 heads: for tests."""
+        return cls(**{"num_layers": 2, "features": 64, "num_heads": 4, **changes})
+
+    @classmethod
+    def small(cls, **changes: Any) -> LongNetConfig:  # noqa: ANN401
+        """6 blocks of 512 features and 8 heads: 19 million parameters beside the embedding."""
+        return cls(**{"num_layers": 6, "features": 512, "num_heads": 8, **changes})
+
+    @classmethod
+    def base(cls, **changes: Any) -> LongNetConfig:  # noqa: ANN401
+        """12 blocks of 768 features and 12 heads: 85 million parameters beside the embedding."""
+        return cls(**{"num_layers": 12, "features": 768, "num_heads": 12, **changes})
+
+    @classmethod
+    def large(cls, **changes: Any) -> LongNetConfig:  # noqa: ANN401
+        """24 blocks of 1024 features and 16 heads: 302 million parameters beside the embedding."""
+        return cls(**{"num_layers": 24, "features": 1024, "num_heads": 16, **changes})
