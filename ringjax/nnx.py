@@ -7,9 +7,10 @@ import functools
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 
 from ringjax.block.backend import Implementation
+from ringjax.decode import DecodeCache
 from ringjax.devices import Ring
 from ringjax.pattern import DilationPattern
 from ringjax.ring import AxisName
@@ -143,10 +144,39 @@ class DilatedSelfAttention(nnx.Module):
         attended = self.core(
             self.query(x), self.key(x), self.value(x), positions=positions, segment_ids=segment_ids, seq_len=seq_len
         )
+        return self._projected(attended)
+
+    def prefill(self, x: Array, cache: DecodeCache, lengths: ArrayLike | None = None) -> tuple[Array, DecodeCache]:
+        """The output (batch, length, out_features) of a whole prompt, and the cache that has seen it and nothing else.
+
+        Args:
+            x: Inputs (batch, length, in_features) of a causal layer, in the layout of the ring if there is one.
+            cache: A cache of the layer's pattern, heads, dtype and ring, as `ringjax.init_cache` makes it, with a
+                `max_len` that xPos does not exceed.
+            lengths: As for `ringjax.prefill`.
+        """
+        self.core.check_features(x)
+        attended, cache = self.core.prefill(self.query(x), self.key(x), self.value(x), cache, lengths)
+        return self._projected(attended), cache
+
+    def extend(self, x: Array, cache: DecodeCache, counts: ArrayLike | None = None) -> tuple[Array, DecodeCache]:
+        """The output (batch, n, out_features) of the next n tokens after those of the cache, and the cache after them.
+
+        Args:
+            x: Inputs (batch, n, in_features) of a causal layer, whole on each device of the ring if there is one.
+            cache: The cache, from `prefill` or the tokens before.
+            counts: As for `ringjax.decode_step`.
+        """
+        self.core.check_features(x)
+        attended, cache = self.core.extend(self.query(x), self.key(x), self.value(x), cache, counts)
+        return self._projected(attended, over_ring=False), cache
+
+    def _projected(self, attended: Array, over_ring: bool = True) -> Array:
+        """The output, of the attention (batch..., length, heads, dim)."""
         if self.sub_norm is not None:
             flat = attended.reshape(*attended.shape[:-2], -1)
             attended = self.sub_norm(flat).reshape(attended.shape)
-        return self.out(attended, out_sharding=self.core.out_sharding(x.ndim))
+        return self.out(attended, out_sharding=self.core.out_sharding(attended.ndim - 1, over_ring))
 
     def over(self, *names: AxisName | None) -> dict[str, object]:
         """Metadata of a parameter whose axes are sharded over these mesh axes."""

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
 
 from ringjax.adapter import batched
 from ringjax.attention import dilated_attention
 from ringjax.block.backend import Implementation
+from ringjax.decode import DecodeCache, decode_step, prefill
 from ringjax.devices import Ring, axes
 from ringjax.layout import layout_for
 from ringjax.layout import positions as stored_positions
@@ -65,7 +67,7 @@ class SelfAttention:
         """The mesh for which parameters are made, if it was given."""
         return self.ring.mesh if self.ring is not None and isinstance(self.ring.mesh, Mesh) else None
 
-    def out_sharding(self, ndim: int) -> NamedSharding | None:
+    def out_sharding(self, ndim: int, over_ring: bool = True) -> NamedSharding | None:
         """How the output is sharded, where it must be said: the sum over heads on an explicit mesh."""
         if self.ring is None or self.head_axis is None:
             return None
@@ -73,7 +75,8 @@ class SelfAttention:
         kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
         if not any(kinds[axis] == AxisType.Explicit for axis in axes(self.head_axis)):
             return None
-        spec = PartitionSpec(self.ring.batch_axis, *(None,) * (ndim - 3), self.ring.axis_name, None)
+        ring_axis = self.ring.axis_name if over_ring else None
+        spec = PartitionSpec(self.ring.batch_axis, *(None,) * (ndim - 3), ring_axis, None)
         return NamedSharding(mesh, spec)
 
     def __call__(
@@ -105,6 +108,31 @@ class SelfAttention:
         )
         return out if out.shape == shape else out.reshape(shape)
 
+    def prefill(
+        self, query: Array, key: Array, value: Array, cache: DecodeCache, lengths: ArrayLike | None
+    ) -> tuple[Array, DecodeCache]:
+        """The attention of a whole prompt (B, T, heads, H), and the cache after it."""
+        self._check_causal()
+        query, key = self._placed(query, key, None, query.shape, cache.max_len)
+        out = dilated_attention(
+            query, key, value, self.pattern, is_causal=True, ring=self.ring, implementation=self.implementation
+        )
+        return out, prefill(cache, key, value, lengths, ring=self.ring)
+
+    def extend(
+        self, query: Array, key: Array, value: Array, cache: DecodeCache, counts: ArrayLike | None
+    ) -> tuple[Array, DecodeCache]:
+        """The attention of the next tokens (B, n, heads, H) after those of the cache, and the cache after them."""
+        self._check_causal()
+        if self.positions is not None:
+            positions = cache.lengths[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]
+            query, key = self._placed(query, key, positions, query.shape, cache.max_len)
+        return decode_step(cache, query, key, value, counts=counts, ring=self.ring)
+
+    def _check_causal(self) -> None:
+        if not self.is_causal:
+            raise ValueError("`is_causal` must be True for a layer that decodes, got False.")
+
     def check_features(self, x: Array) -> None:
         """Checks the input of a layer."""
         if x.ndim < 2 or x.shape[-1] != self.in_features:
@@ -112,8 +140,10 @@ class SelfAttention:
                 f"`x` must have the axes (batch..., length, {self.in_features} features), got shape {x.shape}."
             )
 
-    def _placed(self, query: Array, key: Array, positions: Array | None, shape: tuple[int, ...]) -> tuple[Array, Array]:
-        """Queries and keys that know their positions."""
+    def _placed(
+        self, query: Array, key: Array, positions: Array | None, shape: tuple[int, ...], max_len: int | None = None
+    ) -> tuple[Array, Array]:
+        """Queries and keys that know their positions, of which there are at most `max_len`."""
         if self.positions is None:
             if positions is not None:
                 raise ValueError('`positions` must be None for a layer without "rotary" or "xpos", got an array.')
@@ -126,7 +156,7 @@ class SelfAttention:
         with jax.named_scope(self.positions):
             if self.positions == "rotary":
                 return rotary(query, positions), rotary(key, positions)
-            return xpos(query, key, positions, length=length)
+            return xpos(query, key, positions, length=max_len or length)
 
     def _true_positions(self, length: int) -> Array:
         if self.ring is None:
