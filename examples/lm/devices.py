@@ -1,0 +1,143 @@
+"""Processes, devices and the mesh of a run, and how its arrays lie on them.
+
+The mesh has three axes: `data` (sequences of a batch), `ring` (positions of a sequence), `tensor` (heads and hidden
+features). Its axes are of type Auto: the compiler gathers a layer's parameters where they are used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+import ringjax as rj
+from lm.flags import UserError, as_user_error
+from ringjax.rehearse.compile import neighbour_cycle
+
+AXES = ("data", "ring", "tensor")
+
+
+def start(cpu_devices: int, distributed: bool, coordinator: str, num_processes: int, process_id: int) -> None:
+    """Starts JAX: on so many simulated CPU devices per process (0: on what there is), together with other processes.
+
+    With `distributed`, JAX finds the other processes by itself (SLURM, Cloud TPU, ...); a coordinator names them.
+    """
+    if cpu_devices:
+        try:
+            jax.config.update("jax_platforms", "cpu")
+            jax.config.update("jax_num_cpu_devices", cpu_devices)
+        except RuntimeError as error:  # JAX has begun, in a notebook or a test: fine if there are enough
+            if jax.device_count() < cpu_devices:
+                raise UserError(
+                    f"--devices {cpu_devices}: JAX has started already, with {jax.device_count()} devices"
+                ) from error
+    if not coordinator and not distributed:
+        return
+    if coordinator and not 0 <= process_id < num_processes:
+        raise UserError(
+            f"--coordinator needs --num-processes and --process-id below it, got {num_processes} and {process_id}"
+        )
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    named = {"coordinator_address": coordinator, "num_processes": num_processes, "process_id": process_id}
+    with as_user_error(ValueError, RuntimeError):
+        jax.distributed.initialize(**(named if coordinator else {}))
+
+
+def make_mesh(devices: Sequence[jax.Device], data: int, ring: int, tensor: int) -> Mesh:
+    """The mesh `data` x `ring` x `tensor` over the first of these devices; a `ring` of 0 takes all that are left.
+
+    Raises:
+        UserError: If there are too few devices, or processes would be left without one.
+    """
+    for name, size in (("data", data), ("ring", ring), ("tensor", tensor)):
+        if size < (0 if name == "ring" else 1):
+            raise UserError(f"--{name} must be at least {0 if name == 'ring' else 1}, got {size}")
+    shape = (data, ring or max(1, len(devices) // (data * tensor)), tensor)
+    needed = math.prod(shape)
+    asked = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True))
+    if needed > len(devices):
+        raise UserError(f"a mesh of {asked} takes {needed} devices, and there are {len(devices)}")
+    if needed < len(devices) and jax.process_count() > 1:
+        raise UserError(f"a mesh of {asked} takes {needed} devices; with several processes it takes all {len(devices)}")
+    chosen = list(devices)[:needed]
+    if data == tensor == 1 and chosen[0].platform == "tpu":  # each device wired to the next, and the last to the first
+        at = {tuple(device.coords): device for device in chosen}
+        grid = [max(axis) + 1 for axis in zip(*at, strict=True)]
+        if math.prod(grid) == needed and needed % 2 == 0:
+            chosen = [at[place] for place in neighbour_cycle(grid)]
+            return Mesh(np.array(chosen).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)
+    if any(device.client.runtime_type == "compile_only_runtime" for device in chosen):
+        return Mesh(np.array(chosen).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)
+    return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=chosen)
+
+
+def make_ring(mesh: Mesh, layout: str) -> rj.Ring:
+    """The ring of a mesh; `auto` is zigzag, which shares causal work evenly, where the ring has several devices."""
+    if layout == "auto":
+        layout = "zigzag" if mesh.shape["ring"] > 1 else "contiguous"
+    with as_user_error(ValueError):
+        return rj.Ring(mesh, axis_name="ring", batch_axis="data", head_axis="tensor", layout=layout)
+
+
+def check_fits(mesh: Mesh, ring: rj.Ring, seq_len: int, batch: int, micro_batches: int) -> None:
+    """Checks that batches of this size lie evenly on the mesh."""
+    size = mesh.shape["ring"]
+    multiple = size * (2 if ring.layout == "zigzag" else 1)
+    if seq_len < 1 or seq_len % multiple:
+        raise UserError(
+            f"--seq-len must be a multiple of {multiple} for layout {ring.layout} on a ring of {size}, got {seq_len}"
+        )
+    if min(batch, micro_batches) < 1 or batch % (micro_batches * mesh.shape["data"]):
+        raise UserError(
+            f"--batch must be a multiple of --accumulate x --data, {micro_batches} x {mesh.shape['data']}, got {batch}"
+        )
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Of arrays (micro-batches, sequences, stored positions)."""
+    return NamedSharding(mesh, PartitionSpec(None, "data", "ring"))
+
+
+def parameter_shardings(parameters: nnx.State, mesh: Mesh) -> Any:
+    """How each parameter is sharded, as a pure dict: over `tensor` as its metadata says, over `data` (as in FSDP) along
+    the largest of the axes that are left and divide evenly.
+    """
+
+    def sharding(variable: nnx.Variable) -> NamedSharding:
+        shape = variable.get_value().shape
+        spec = [*(variable.get_metadata().get("out_sharding") or ()), *(None,) * len(shape)][: len(shape)]
+        free = [i for i, size in enumerate(shape) if spec[i] is None and size % mesh.shape["data"] == 0]
+        if free and mesh.shape["data"] > 1:
+            spec[max(free, key=lambda i: shape[i])] = "data"
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    return nnx.to_pure_dict(jax.tree.map(sharding, parameters, is_leaf=is_variable))
+
+
+def optimizer_shardings(optimizer: optax.GradientTransformation, state: Any, parameters: Any, mesh: Mesh) -> Any:
+    """The moments lie like the parameters, the rest is everywhere."""
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return optax.tree_map_params(
+        optimizer, lambda _, sharding: sharding, state, parameters, transform_non_params=lambda _: everywhere
+    )
+
+
+def whole_on_host(tree: Any) -> Any:
+    """The whole arrays on this process's default device, wherever their parts were: all processes call it."""
+    gathered = jax.tree.map(lambda x: NamedSharding(x.sharding.mesh, PartitionSpec()), tree)
+    whole = jax.jit(lambda x: x, out_shardings=gathered)(tree)
+    return jax.tree.map(lambda x: jax.device_put(np.asarray(x.addressable_data(0)), jax.local_devices()[0]), whole)
+
+
+def wait_for_all(what: str) -> None:
+    """Waits for the other processes."""
+    if jax.process_count() > 1:
+        multihost_utils.sync_global_devices(what)

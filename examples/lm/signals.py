@@ -1,0 +1,40 @@
+"""A request to stop (SIGTERM, or Ctrl-C), answered between two steps, at the same step in all processes."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType
+
+import jax
+from jax.experimental import multihost_utils
+
+
+class StopRequest:
+    """Whether the run was asked to stop; a second signal stops it at once.
+
+    With several processes, JAX's own watcher takes SIGTERM and agrees with the others on a step.
+    """
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequest:
+        if jax.process_count() == 1:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.signal = number
+        signal.signal(number, self._before[number])
+
+    def at(self, step: int) -> bool:
+        """Whether to stop after this step: all processes ask, at every step."""
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+            self.signal = signal.SIGTERM
+        return self.signal is not None

@@ -1,0 +1,370 @@
+"""Trains a LongNet language model on bytes, from a laptop to many hosts: copy it and change it.
+
+    python examples/train_lm.py --devices 8                       # 8 simulated CPU devices; `make train`
+    python examples/train_lm.py --data 2 --ring 4 --data-path texts/ --resume
+    python examples/launch_local.py --processes 2 --devices 2 -- --steps 30
+    python examples/train_lm.py --rehearse v5e:4x4 --seq-len 262144 ...    # compile for devices that are not there
+
+What you will want to change is in this file: the options, the model, the loss and the step. Data, devices, checkpoints
+and display are in `examples/lm/`. Many hosts, checkpoints, memory and compiler flags: docs/training.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import NamedSharding, PartitionSpec
+from lm import data, devices, rehearsal
+from lm.checkpoints import CheckpointError, Checkpoints
+from lm.display import Display, loss_curve, memory_line
+from lm.flags import UserError, as_user_error, flag, parse
+from lm.folder import PROFILED_STEPS, prepare_folder, profile
+from lm.signals import StopRequest
+
+import ringjax as rj
+from ringjax.models import LongNetConfig, LongNetDecoder, token_loss
+
+VOCABULARY = 256  # bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that can be asked for; the defaults train on a laptop in a few minutes."""
+
+    # the model
+    layers: int = flag(2, "blocks")
+    features: int = flag(64, "width of the residual stream")
+    heads: int = flag(4, "query heads")
+    kv_heads: int = flag(0, "key/value heads; 0: as many as query heads")
+    segments: tuple[int, ...] = flag((128, 512, 2048), "segment lengths of the attention, of one branch each")
+    rates: tuple[int, ...] = flag((1, 2, 4), "dilation rates, of the same branches")
+    positions: str = flag("rotary", "rotary or xpos")
+    dtype: str = flag("auto", "of the computation; auto: bfloat16 where the devices have it, else float32")
+    remat: bool = flag(True, "compute blocks again in the backward pass, all but attention")
+    # the training
+    seq_len: int = flag(2048, "bytes in a sequence")
+    batch: int = flag(4, "sequences in an optimiser step, of all devices together")
+    accumulate: int = flag(1, "micro-batches of a step, one after the other")
+    steps: int = flag(300, "optimiser steps")
+    learning_rate: float = flag(1e-2, "highest learning rate")
+    warmup: int = flag(20, "steps in which it rises; then it falls along a cosine to a tenth")
+    weight_decay: float = flag(0.1, "of AdamW, for matrices")
+    clip: float = flag(1.0, "largest norm of a gradient")
+    seed: int = flag(0, "of initial parameters, shuffling and sampling")
+    # the data
+    data_path: tuple[str, ...] = flag((), "files, folders or patterns; by default Python's standard library")
+    eval_every: int = flag(100, "steps between evaluations on held-out documents; 0: none")
+    eval_batches: int = flag(2, "batches of an evaluation")
+    # the devices
+    data: int = flag(1, "mesh axis: devices that share the sequences of a batch, and the parameters")
+    ring: int = flag(0, "mesh axis: devices that share a sequence; 0: all that are left")
+    tensor: int = flag(1, "mesh axis: devices that share heads and hidden features")
+    layout: str = flag("auto", "contiguous or zigzag; auto: zigzag on a ring of several devices")
+    devices: int = flag(0, "simulated CPU devices of each process; 0: the devices that there are")
+    distributed: bool = flag(False, "several processes, which JAX finds by itself (SLURM, Cloud TPU)")
+    coordinator: str = flag("", "several processes: HOST:PORT of the first one")
+    num_processes: int = flag(1, "how many, with --coordinator")
+    process_id: int = flag(-1, "which one this is, from 0, with --coordinator")
+    # what is written and shown
+    out: str = flag("runs/lm", "folder for metrics, checkpoints, curve and sample")
+    resume: bool = flag(False, "go on from the newest checkpoint, if there is one")
+    overwrite: bool = flag(False, "delete an earlier run in the same folder")
+    save_every: int = flag(100, "steps between checkpoints; 0: at the end only")
+    keep: int = flag(3, "checkpoints that stay")
+    log_every: int = flag(10, "steps between lines")
+    json: bool = flag(False, "write the JSON lines to stdout, everything else to stderr")
+    prompt: str = flag("def ", "what the sample at the end begins with")
+    sample_bytes: int = flag(200, "length of the sample; 0: none")
+    profile: str = flag("", f"folder for a profile of {PROFILED_STEPS} steps")
+    compile_only: bool = flag(False, "compile the training step, say what memory it takes, and end")
+    rehearse: str = flag("", "compile for devices that are not there, such as v5e:4x4 or H100 (8 of them), and end")
+
+
+class State(NamedTuple):
+    """What training changes; a checkpoint holds it whole."""
+
+    parameters: Any
+    optimizer: Any
+    rng: Array
+
+
+def model_config(config: Config, device: jax.Device) -> LongNetConfig:
+    dtype = rj.compute_dtype(device) if config.dtype == "auto" else jnp.dtype(config.dtype)
+    return LongNetConfig(
+        vocab_size=VOCABULARY,
+        num_layers=config.layers,
+        features=config.features,
+        num_heads=config.heads,
+        num_kv_heads=config.kv_heads or None,
+        pattern=rj.DilationPattern(config.segments, config.rates),
+        positions=config.positions,
+        remat=config.remat,
+        dtype=dtype,
+    )
+
+
+def make_optimizer(config: Config) -> optax.GradientTransformation:
+    adamw = optax.adamw(
+        learning_rate(config), weight_decay=config.weight_decay, mask=functools.partial(jax.tree.map, is_matrix)
+    )
+    return optax.chain(optax.clip_by_global_norm(config.clip), adamw)
+
+
+def learning_rate(config: Config) -> optax.Schedule:
+    peak = config.learning_rate
+    return optax.warmup_cosine_decay_schedule(
+        0.1 * peak, peak, config.warmup, max(config.steps, config.warmup + 1), 0.1 * peak
+    )
+
+
+def is_matrix(parameter: Array) -> bool:
+    """Not a norm's scale or bias; all have a leading axis of layers but the last norm."""
+    return parameter.ndim > 2 or parameter.shape[0] == VOCABULARY
+
+
+def filled(graph: Any, variables: nnx.State, parameters: Any) -> LongNetDecoder:
+    """The model with these parameters, a pure dict of arrays."""
+    variables = jax.tree.map(lambda x: x, variables)  # a copy: variables are mutable
+    nnx.replace_by_pure_dict(variables, parameters)
+    return nnx.merge(graph, variables)
+
+
+class Training:
+    """The pieces of a run on a mesh: shardings, and the functions that are compiled."""
+
+    def __init__(self, config: Config, mesh: jax.sharding.Mesh) -> None:
+        self.config, self.mesh = config, mesh
+        self.ring = devices.make_ring(mesh, config.layout)
+        devices.check_fits(mesh, self.ring, config.seq_len, config.batch, config.accumulate)
+        with as_user_error(ValueError, TypeError, NotImplementedError):
+            self.model_config = model_config(config, mesh.devices.flat[0])
+            self.plan = rj.plan(
+                self.model_config.pattern,
+                seq_len=config.seq_len,
+                num_heads=config.heads,
+                head_dim=config.features // config.heads,
+                num_kv_heads=config.kv_heads or None,
+                ring_size=mesh.shape["ring"],
+                batch=config.batch // config.accumulate // mesh.shape["data"],
+                layout=self.ring.layout,
+                is_causal=True,
+                dtype=self.model_config.dtype,
+                has_segment_ids=True,
+                head_shards=mesh.shape["tensor"],
+            )
+            model = nnx.eval_shape(functools.partial(self.new_model, self.ring))
+        self.optimizer = make_optimizer(config)
+        self.graph, self.variables = nnx.split(model)
+        parameters = devices.parameter_shardings(self.variables, mesh)
+        shapes = jax.eval_shape(self.new_state)
+        everywhere = NamedSharding(mesh, PartitionSpec())
+        self.shardings = State(
+            parameters,
+            devices.optimizer_shardings(self.optimizer, shapes.optimizer, parameters, mesh),
+            everywhere,
+        )
+        self.wanted = jax.tree.map(
+            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, self.shardings
+        )
+        whole = (config.accumulate, config.batch // config.accumulate, config.seq_len)
+        shaped = functools.partial(jax.ShapeDtypeStruct, whole, sharding=devices.batch_sharding(mesh))
+        self.wanted_batch = data.Batch(shaped(jnp.int32), shaped(jnp.int32), shaped(jnp.float32), shaped(jnp.int32))
+        self.init = jax.jit(self.new_state, out_shardings=self.shardings)
+        self.step = jax.jit(self.train_step, out_shardings=(self.shardings, everywhere), donate_argnums=0)
+        self.evaluate = jax.jit(self.sums, out_shardings=everywhere)
+
+    def new_model(self, ring: rj.Ring | None) -> LongNetDecoder:
+        return LongNetDecoder(self.model_config, ring=ring, rngs=nnx.Rngs(self.config.seed))
+
+    def new_state(self) -> State:
+        """The same numbers on every mesh: they are drawn as if on one device."""
+        parameters = nnx.to_pure_dict(nnx.state(self.new_model(self.ring)))
+        return State(parameters, self.optimizer.init(parameters), jax.random.key_data(jax.random.key(self.config.seed)))
+
+    def loss(self, parameters: Any, part: data.Batch) -> tuple[Array, Array]:
+        """The loss of a micro-batch, summed over its tokens, and the number of tokens."""
+        model = filled(self.graph, self.variables, parameters)
+        logits = model(part.tokens, segment_ids=part.segment_ids)
+        return token_loss(logits, part.targets, part.weights)
+
+    def train_step(self, state: State, batch: data.Batch) -> tuple[State, dict[str, Array]]:
+        """One step of the optimiser on all micro-batches: with sums over all tokens, the loss is that of any mesh."""
+
+        def add(sums: Any, part: data.Batch) -> tuple[Any, None]:
+            value, gradient = jax.value_and_grad(self.loss, has_aux=True)(state.parameters, part)
+            return jax.tree.map(jnp.add, sums, (value, gradient)), None
+
+        zero = jnp.zeros(())
+        zeros = ((zero, zero), jax.tree.map(jnp.zeros_like, state.parameters))
+        ((loss, tokens), gradient), _ = lax.scan(add, zeros, batch)
+        tokens = jnp.maximum(tokens, 1)
+        gradient = jax.tree.map(lambda x: x / tokens, gradient)
+        gradient = lax.with_sharding_constraint(gradient, self.shardings.parameters)
+        changes, optimizer = self.optimizer.update(gradient, state.optimizer, state.parameters)
+        figures = {"loss": loss / tokens, "tokens": tokens, "gradient_norm": optax.tree.norm(gradient)}
+        return State(optax.apply_updates(state.parameters, changes), optimizer, state.rng), figures
+
+    def sums(self, parameters: Any, batch: data.Batch) -> tuple[Array, Array]:
+        """The loss of all micro-batches, summed, and the number of tokens."""
+        _, sums = lax.scan(lambda _, part: (None, self.loss(parameters, part)), None, batch)
+        return sums[0].sum(), sums[1].sum()
+
+    def batches(self, documents: Sequence[data.Document], seed: int | None) -> data.Batches:
+        layout = (self.ring.layout, self.mesh.shape["ring"])
+        return data.Batches(documents, self.config.seq_len, devices.batch_sharding(self.mesh), layout, seed)
+
+    def facts(self) -> dict[str, str]:
+        """What the parameters mean: a checkpoint of a model with other facts is not for this one."""
+        free = ("remat", "scan_layers", "dtype")
+        fields = [field.name for field in dataclasses.fields(self.model_config) if field.name not in free]
+        return {name: str(getattr(self.model_config, name)) for name in fields}
+
+
+def train(training: Training, split: data.Split, display: Display) -> int:
+    """Trains until the last step or a request to stop, and returns the exit code."""
+    config, folder = training.config, pathlib.Path(training.config.out)
+    checkpoints = Checkpoints(folder / "checkpoints", config.keep, display.say)
+    source = {"seed": config.seed, "documents": len(split.train), "bytes": sum(x.size for x in split.train)}
+    facts = {"model": training.facts(), "data": source}
+    restored = checkpoints.restore(training.wanted, functools.partial(check_model, facts)) if config.resume else None
+    step, rows, state = (restored.step, restored.facts["rows"], restored.state) if restored else (0, 0, training.init())
+    if restored:
+        display.say(f"going on from the checkpoint of step {step}")
+        if restored.facts["data"] != source:
+            display.say(f"other data than those of the checkpoint: {source} instead of {restored.facts['data']}")
+    first = step
+    batches, held_out = training.batches(split.train, config.seed), training.batches(split.held_out, None)
+    compiled = training.step.lower(training.wanted, training.wanted_batch).compile()
+    display.say(memory_line(compiled))
+    display.begin(step)
+    sizes = (config.accumulate, config.batch // config.accumulate)
+    rate = learning_rate(config)
+    figures: dict[str, Array] = {}
+    with StopRequest() as stop, display:
+        display.clock.reset(step)
+        while step < config.steps:
+            profile(config.profile, step - first)
+            batch = batches.batch(rows, *sizes)  # read while the step before is computed
+            jax.block_until_ready(figures)
+            state, figures = compiled(state, batch)
+            step, rows = step + 1, rows + config.batch
+            display.advance(step)
+            is_last, asked = step == config.steps, stop.at(step)
+            if step % config.log_every == 0 or step == first + 1 or is_last or asked:
+                record = {"step": step, **{name: float(x) for name, x in figures.items()}}
+                seconds = display.clock.seconds_per_step(step)
+                speed = {"seconds_per_step": seconds, "tokens_per_second": config.batch * config.seq_len / seconds}
+                record |= {"learning_rate": float(rate(step - 1)), **speed}
+                if config.eval_every and (step % config.eval_every == 0 or is_last):
+                    record["validation_loss"] = evaluate(training, state, held_out, sizes)
+                display.log(record)
+                display.clock.reset(step)
+            if is_last or asked or (config.save_every and step % config.save_every == 0):
+                checkpoints.save(step, state, {**facts, "rows": rows})
+                display.clock.reset(step)
+            if asked and not is_last:
+                checkpoints.close()
+                display.say(f"asked to stop: step {step} is saved; --resume goes on from it")
+                return 128 + stop.signal
+    checkpoints.close()
+    finish(training, state, split, display)
+    return 0
+
+
+def check_model(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    """Refuses the checkpoint of another model, in one line."""
+    ours, theirs = expected["model"], found["model"]
+    other = [f"{name} {theirs.get(name)} instead of {ours[name]}" for name in ours if theirs.get(name) != ours[name]]
+    if other:
+        raise UserError(f"--resume: the checkpoint is of another model: {', '.join(other)}")
+
+
+def evaluate(training: Training, state: State, held_out: data.Batches, sizes: tuple[int, int]) -> float:
+    """The loss on held-out documents, per token."""
+    config = training.config
+    batches = (held_out.batch(i * config.batch, *sizes) for i in range(config.eval_batches))
+    sums = [training.evaluate(state.parameters, batch) for batch in batches]
+    loss, tokens = (sum(float(x[i]) for x in sums) for i in (0, 1))
+    return loss / max(tokens, 1.0)
+
+
+def finish(training: Training, state: State, split: data.Split, display: Display) -> None:
+    """A sample of text, the curve, and the loss beside the entropy of single bytes."""
+    config, folder = training.config, pathlib.Path(training.config.out)
+    text = sample(training, state) if config.sample_bytes else ""
+    if not display.is_first:
+        return
+    if text:
+        (folder / "sample.txt").write_text(text)
+        display.say(f"\na sample:\n{text}\n")
+    entropy = data.unigram_entropy(split.train)
+    if display.records:
+        loss_curve(folder / "loss.png", display.records, entropy)
+        last = display.records[-1]
+        held_out = f", held out {last['validation_loss']:.4f}" if "validation_loss" in last else ""
+        verdict = "below" if last["loss"] < entropy else "NOT below"
+        nats = f"{entropy:.4f} nats per byte"
+        display.say(f"loss {last['loss']:.4f}{held_out}: {verdict} the unigram entropy of the corpus, {nats}")
+    display.say(f"metrics.jsonl, loss.png, sample.txt and checkpoints are in {folder}")
+
+
+def sample(training: Training, state: State) -> str:
+    """Text from the model, on one device with the decode cache; all processes help to bring the parameters there."""
+    parameters = devices.whole_on_host(state.parameters)
+    if jax.process_index():
+        return ""
+    model = filled(*nnx.split(nnx.eval_shape(functools.partial(training.new_model, None))), parameters)
+    prompt = np.frombuffer(training.config.prompt.encode() or b"\n", np.uint8)
+    rng = jax.random.wrap_key_data(devices.whole_on_host(state.rng))
+    length = training.config.sample_bytes
+    tokens = model.generate(jnp.asarray(prompt, jnp.int32)[None], length, rng=rng, temperature=0.8)
+    return (prompt.tobytes() + bytes(np.asarray(tokens)[0].tolist()[-length:])).decode(errors="replace")
+
+
+def run(config: Config) -> int:
+    target = None
+    if config.rehearse:
+        target, there = rehearsal.target_devices(config.rehearse)
+    else:
+        devices.start(config.devices, config.distributed, config.coordinator, config.num_processes, config.process_id)
+        there = jax.devices()
+    mesh = devices.make_mesh(there, config.data, config.ring, config.tensor)
+    training = Training(config, mesh)
+    display = Display(pathlib.Path(config.out), config.steps, config.json)
+    count = sum(x.size for x in jax.tree.leaves(training.wanted.parameters))
+    display.say(f"mesh {dict(mesh.shape)}, {count:,} parameters, computed in {training.model_config.dtype}")
+    display.say(str(training.plan))
+    if target or config.compile_only:
+        compiled = training.step.lower(training.wanted, training.wanted_batch).compile()
+        if target:
+            return 0 if rehearsal.report(target, compiled, display.say) else 1
+        display.say(memory_line(compiled))
+        return 0
+    split = data.read_documents(config.data_path)
+    prepare_folder(pathlib.Path(config.out), config, resume=config.resume, overwrite=config.overwrite)
+    sizes = [f"{sum(x.size for x in part) / 1e6:.2f} MB in {len(part):,} documents" for part in split]
+    display.say(f"data: {sizes[0]}, held out {sizes[1]}")
+    return train(training, split, display)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    try:
+        return run(parse(Config, __doc__.splitlines()[0], argv))
+    except (UserError, CheckpointError) as error:
+        print(f"train_lm: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UserError) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
