@@ -1,0 +1,101 @@
+"""Attention on the devices at hand: arrays in place, programs compiled, checked and timed."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ringjax.attention import dilated_attention
+from ringjax.devices import Ring
+from ringjax.layout import to_layout
+from ringjax.pattern import DilationPattern
+from ringjax.reference import reference_attention
+
+Attention = Callable[..., Array]
+
+
+def ring_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """All devices (or those given) on one axis, ``"ring"``, in the order that suits their links."""
+    devices = jax.devices() if devices is None else devices
+    return jax.make_mesh((len(devices),), ("ring",), devices=devices, axis_types=(AxisType.Auto,))
+
+
+def random_arrays(length: int, heads: int, dim: int, kv_heads: int | None = None, batch: int = 1) -> list[np.ndarray]:
+    """Query, key, value and a cotangent, float32, the same in every process."""
+    rng = np.random.default_rng(0)
+    counts = (heads, kv_heads or heads, kv_heads or heads, heads)
+    return [rng.standard_normal((batch, length, n, dim), np.float32) for n in counts]
+
+
+def on_devices(x: np.ndarray, dtype: Any, ring: Ring) -> Array:  # noqa: ANN401 - what numpy takes for a dtype
+    """An array of the whole sequence as the ring stores it, each process giving its devices their share."""
+    assert isinstance(ring.mesh, Mesh)
+    stored = np.asarray(to_layout(x, ring.layout, ring.size("axis_name"))).astype(dtype)
+    sharding = NamedSharding(ring.mesh, ring.spec())
+    return jax.make_array_from_callback(stored.shape, sharding, lambda index: stored[index])
+
+
+def with_gradient(attention: Attention) -> Callable[..., tuple[Array, ...]]:
+    """A compiled function of query, key, value and cotangent: the output and the three gradients."""
+
+    @jax.jit
+    def both(query: Array, key: Array, value: Array, cotangent: Array) -> tuple[Array, ...]:
+        out, pull = jax.vjp(attention, query, key, value)
+        return out, *pull(cotangent)
+
+    return both
+
+
+def attention_on(ring: Ring | None, pattern: DilationPattern, is_causal: bool, **options: Any) -> Attention:  # noqa: ANN401
+    """`dilated_attention` of query, key and value."""
+    return functools.partial(dilated_attention, pattern=pattern, is_causal=is_causal, ring=ring, **options)
+
+
+def error_against_oracle(ring: Ring, pattern: DilationPattern, arrays: Sequence[np.ndarray], is_causal: bool) -> float:
+    """Largest error of output and gradients against the dense oracle: ``max|x - ref| / max(1, max|ref|)``."""
+    oracle = with_gradient(functools.partial(reference_attention, pattern=pattern, is_causal=is_causal))
+    largest = jax.jit(lambda x, y: jnp.max(jnp.abs(x - y)) / jnp.maximum(1.0, jnp.max(jnp.abs(y))))
+    with jax.default_matmul_precision("highest"):
+        expected = [np.asarray(x) for x in oracle(*arrays)]
+        got = with_gradient(attention_on(ring, pattern, is_causal))(*(on_devices(x, x.dtype, ring) for x in arrays))
+        return max(float(largest(x, on_devices(y, y.dtype, ring))) for x, y in zip(got, expected, strict=True))
+
+
+def median_seconds(function: Callable[..., Any], *arguments: Any, budget: float, least: int = 2) -> float:  # noqa: ANN401
+    """Median time of a compiled function, called at least `least` times and until the budget of seconds is used."""
+    jax.block_until_ready(function(*arguments))
+    begin, times = time.perf_counter(), list[float]()
+    while len(times) < least or (time.perf_counter() - begin < budget and len(times) < 1000):
+        start = time.perf_counter()
+        jax.block_until_ready(function(*arguments))
+        times.append(time.perf_counter() - start)
+    return statistics.median(times)
+
+
+def hop_bandwidth(mesh: Mesh, message_bytes: int, budget: float, hops: int = 8) -> float:
+    """Bytes per second that each device sends to the next while all of them do."""
+    size = mesh.shape["ring"]
+    neighbours = [(i, (i + 1) % size) for i in range(size)]
+    spec = PartitionSpec("ring")
+
+    @jax.jit
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
+    def rotate(x: Array) -> Array:
+        return lax.fori_loop(0, hops, lambda _, x: lax.ppermute(x, "ring", neighbours), x)
+
+    shape = (size, message_bytes // 4)
+    message = jax.make_array_from_callback(
+        shape,
+        NamedSharding(mesh, spec),
+        lambda index: np.zeros((len(range(*index[0].indices(size))), shape[1]), np.float32),
+    )
+    return message_bytes * hops / median_seconds(rotate, message, budget=budget)
