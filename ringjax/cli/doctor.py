@@ -1,4 +1,4 @@
-"""`ringjax doctor`: what there is, whether it computes rightly, and how fast; the first thing to run on a new cluster."""
+"""`ringjax doctor`: what there is, whether it computes rightly, and how fast: the first thing to run on a cluster."""
 
 from __future__ import annotations
 
