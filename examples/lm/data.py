@@ -1,7 +1,7 @@
 """Bytes of files as batches of packed documents: deterministic, resumable, read only where they are needed.
 
 The documents of an epoch stand one behind the other, as a stream, which is cut into *rows* of `seq_len` bytes; both
-documents and rows come in an order drawn from (seed, epoch). So row `n` of a training run is a function of `n` alone, and
+documents and rows come in an order drawn from (seed, epoch). So row `n` of a run is a function of `n` alone, and
 the number of rows seen is all that a checkpoint has to remember.
 
 Every array is made by `jax.make_array_from_callback`: a process reads those positions of those rows that its own

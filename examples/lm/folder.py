@@ -17,14 +17,14 @@ PROFILED_STEPS = 3
 
 
 def prepare_folder(folder: pathlib.Path, config: Any, *, resume: bool, overwrite: bool) -> None:
-    """Makes the folder and writes the config, a dataclass, to it; an earlier run is deleted only if the user says so."""
+    """Makes the folder and writes the config, a dataclass, to it; deletes an earlier run only if the user says so."""
     if overwrite and resume:
         raise UserError("--overwrite and --resume exclude each other")
     has_run = (folder / "checkpoints").exists()
     wait_for_all("looked into the folder")
     if has_run and not resume and not overwrite:
         raise UserError(
-            f"{folder} holds an earlier run: --resume goes on with it, --overwrite deletes it, --out names another folder"
+            f"{folder} holds an earlier run: --resume goes on with it, --overwrite deletes it, --out names another"
         )
     if jax.process_index() == 0:
         with as_user_error(OSError):

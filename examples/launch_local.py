@@ -1,0 +1,65 @@
+"""Runs `train_lm.py` as several processes on this machine, as it runs on several hosts: joined by `jax.distributed`.
+
+    python examples/launch_local.py --processes 2 --devices 2 -- --steps 30 --out runs/two
+
+Each process has `--devices` simulated CPU devices; what follows `--` goes to `train_lm.py`. The first process shows
+the run. SIGTERM and Ctrl-C go to all of them: they save a checkpoint and end. If one fails, the others are ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+GRACE_SECONDS = 10.0  # for the others, once a process has failed
+SCRIPT = pathlib.Path(__file__).with_name("train_lm.py")
+
+
+def launch(processes: int, devices: int, options: Sequence[str]) -> int:
+    """Runs the processes and returns the exit code of the first that failed, or 0."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    command = [sys.executable, str(SCRIPT), *options, "--devices", str(devices), "--coordinator", address]
+    command += ["--num-processes", str(processes), "--process-id"]
+    children = [subprocess.Popen([*command, str(rank)], start_new_session=True) for rank in range(processes)]
+
+    def pass_on(number: int, _: object) -> None:
+        for child in children:
+            if child.poll() is None:
+                child.send_signal(signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, pass_on)
+    failed, deadline = 0, float("inf")
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        codes = [child.returncode for child in children if child.returncode]
+        if codes and not failed:
+            failed, deadline = codes[0], time.monotonic() + GRACE_SECONDS
+        time.sleep(0.05)
+    for child in children:
+        if child.poll() is None:
+            child.kill()
+        child.wait()
+    failed = failed or next((child.returncode for child in children if child.returncode), 0)
+    return failed if failed >= 0 else 128 - failed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--devices", type=int, default=2, help="simulated CPU devices of each process")
+    parser.add_argument("options", nargs="*", help="after --: options of train_lm.py")
+    given = parser.parse_args(argv)
+    if min(given.processes, given.devices) < 1:
+        parser.error(f"--processes and --devices must be at least 1, got {given.processes} and {given.devices}")
+    return launch(given.processes, given.devices, given.options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
