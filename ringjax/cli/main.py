@@ -13,6 +13,7 @@ from ringjax.cli.arguments import Parser
 # name -> what it does; each is a module of this package with EXAMPLES, `add_arguments` and `run`
 COMMANDS = {
     "plan": "what an attention will do on a ring: messages, memory, an estimate of time, what to mend",
+    "draw": "pictures: who sees whom, what is covered, who computes what on a ring",
     "doctor": "versions, devices, a check against the oracle, and a short measurement",
 }
 

@@ -1,0 +1,268 @@
+"""`ringjax draw`: pictures of a pattern (who sees whom, what is covered) and of a ring (who computes what, and when)."""
+
+from __future__ import annotations
+
+import argparse
+import pathlib
+import warnings
+from typing import Any
+
+import numpy as np
+
+from ringjax.cli.arguments import Job, add_job_arguments, job_of
+from ringjax.cli.output import emit
+from ringjax.cli.pictures import Reach, Schedule, coverage_of, mask_of, schedule_of
+from ringjax.layout import layout_named
+from ringjax.report import bytes_text
+
+EXAMPLES = """examples:
+  ringjax draw mask --seq-len 64 --pattern 8/1,32/2,T/4 --heads 4 --causal -o mask.png
+  ringjax draw coverage --seq-len 64K --pattern 2K/1,8K/4,T/16 --heads 8 -o coverage.svg
+  ringjax draw ring --seq-len 64K --pattern 2K/1,16K/4,T/16 --ring 8 --causal -o ring.png
+  ringjax draw mask --seq-len 32 --pattern 8/1,T/4 --heads 2 --causal --ascii
+"""
+_COLOURS = ("#ffffff", "#1b4f8a", "#d98c21", "#4f9d69", "#a23b72", "#7a7a7a", "#c95d63", "#5b8e7d", "#8d6a9f")
+_SHADES = " ░▒▓█"
+_POSITIONS = 64  # that are shown of a coverage
+
+
+def draw(what: str, job: Job, path: pathlib.Path) -> None:
+    """Draws a picture to a file, PNG or SVG by its name.
+
+    Args:
+        what: ``"mask"``, ``"coverage"`` or ``"ring"``.
+        job: The attention to draw.
+        path: The file.
+
+    Raises:
+        ModuleNotFoundError: If matplotlib is not installed.
+        ValueError: If the attention cannot be drawn, or the name of the file does not end in .png or .svg.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ValueError(f"-o must name a .png or .svg file, got {str(path)!r}")
+    try:
+        from matplotlib.figure import Figure  # noqa: PLC0415 - only pictures need it
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("pictures need matplotlib: pip install 'ringjax[plot]', or use --ascii") from error
+    figure = Figure(layout="constrained", dpi=150)
+    {"mask": _draw_mask, "coverage": _draw_coverage, "ring": _draw_ring}[what](figure, job)
+    figure.savefig(path)
+
+
+def in_text(what: str, job: Job) -> str:
+    """The same for a terminal.
+
+    Example:
+        >>> print(in_text("mask", Job(4, num_heads=1, pattern_text="2/1,4/2", is_causal=True)))
+        head 0 (1: 2/1, 2: 4/2)
+        1 . . .
+        1 1 . .
+        2 . 1 .
+        . . 1 1
+    """
+    return {"mask": _mask_text, "coverage": _coverage_text, "ring": _ring_text}[what](job)
+
+
+def _heads(job: Job) -> int:
+    return min(job.num_heads, 4)
+
+
+def _names(job: Job) -> list[str]:
+    branches = job.pattern.branches(job.num_kv_heads or job.num_heads, job.seq_len)
+    return [f"{b.segment_length}/{b.rate}" for b in branches]
+
+
+def _draw_mask(figure: Any, job: Job) -> None:  # noqa: ANN401 - matplotlib is not there for everyone
+    from matplotlib.colors import ListedColormap  # noqa: PLC0415
+    from matplotlib.patches import Patch  # noqa: PLC0415
+
+    heads, names = _heads(job), _names(job)
+    masks = mask_of(job, heads)
+    figure.set_size_inches(3.1 * heads + 0.4, 4.1)
+    panels = figure.subplots(1, heads, squeeze=False, sharey=True)[0]
+    colours = ListedColormap(_COLOURS[: len(names) + 1])
+    for head, panel in enumerate(panels):
+        panel.imshow(masks[head], cmap=colours, vmin=-0.5, vmax=len(names) + 0.5, interpolation="nearest")
+        panel.set_title(f"head {head}", fontsize=11)
+        panel.set_xlabel("key position")
+    panels[0].set_ylabel("query position")
+    keys = [Patch(color=_COLOURS[i + 1], label=f"segments of {w}, every {_nth(r)} row") for i, (w, r) in _pairs(names)]
+    figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), heads + 1), frameon=False, fontsize=10)
+    causal = "causal " if job.is_causal else ""
+    figure.suptitle(f"Who sees whom: {causal}dilated attention over {job.seq_len} positions", fontsize=12)
+
+
+def _pairs(names: list[str]) -> list[tuple[int, tuple[int, int]]]:
+    split = [name.split("/") for name in names]
+    return [(i, (int(w), int(r))) for i, (w, r) in enumerate(split)]
+
+
+def _nth(rate: int) -> str:
+    if rate == 1:
+        return "single"
+    teens = 10 <= rate % 100 <= 20
+    return f"{rate}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(rate % 10, 'th')}"
+
+
+def _draw_coverage(figure: Any, job: Job) -> None:  # noqa: ANN401
+    from matplotlib.colors import ListedColormap  # noqa: PLC0415
+
+    table, reach = coverage_of(job, _POSITIONS)
+    most = len(reach)
+    figure.set_size_inches(11, 1.9 + max(2.0, 0.16 * len(table)))
+    left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
+    blues = ["#ffffff", "#bcd4ea", "#7fb0db", "#3f83c0", "#1b4f8a", "#0b2d57"]
+    colours = ListedColormap([blues[min(i, 5)] for i in range(most + 1)])
+    shown = left.imshow(table, cmap=colours, vmin=-0.5, vmax=most + 0.5, aspect="auto", interpolation="nearest")
+    left.set(
+        xlabel="position", ylabel="key/value head", title=f"Branches that select a position (first {table.shape[1]})"
+    )
+    left.yaxis.get_major_locator().set_params(integer=True)
+    bar = figure.colorbar(shown, ax=left, ticks=range(most + 1), pad=0.02)
+    bar.ax.tick_params(labelsize=9)
+    for i, branch in enumerate(reach):
+        right.barh(i, branch.distance, height=0.62, color=_COLOURS[1 + i % 8])
+        text = "every key" if branch.density == 1 else f"1 key in {round(1 / branch.density)}"
+        right.text(1.25, i, text, va="center", color="white", fontsize=9, fontweight="bold")
+    right.set_yticks(range(len(reach)), [branch.name for branch in reach])
+    right.set_xscale("log", base=2)
+    right.set(xlim=(1, 2 * max(branch.distance for branch in reach)), xlabel="positions between query and key, at most")
+    right.set(ylabel="segment / rate", title="How far a query sees, and how densely")
+    right.invert_yaxis()
+    right.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(_coverage_line(job), fontsize=12)
+
+
+def _coverage_line(job: Job) -> str:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = job.pattern.coverage(job.num_kv_heads or job.num_heads, min(job.seq_len, 2**22))
+    return f"{found.share:.1%} of (position, head) pairs covered; reach {found.reach:,} of {job.seq_len:,} positions"
+
+
+def _draw_ring(figure: Any, job: Job) -> None:  # noqa: ANN401
+    schedules = _schedules(job)
+    widths = [max(1.6, 0.8 + 0.42 * s.group) for s in schedules]
+    figure.set_size_inches(2.4 + sum(widths), 2.0 + max(2.2, 0.34 * job.ring_size))
+    panels = figure.subplots(1, 1 + len(schedules), width_ratios=(1.5, *widths), squeeze=False)[0]
+    colours = _device_colours(job.ring_size)
+    _draw_layout(panels[0], job, colours)
+    for panel, schedule in zip(panels[1:], schedules, strict=True):
+        _draw_schedule(panel, schedule, colours)
+    causal = "causal, " if job.is_causal else ""
+    figure.suptitle(
+        f"{job.seq_len:,} positions over a ring of {job.ring_size} devices ({causal}{job.layout})", fontsize=12
+    )
+    figure.supxlabel(
+        "A number and its colour: whose keys a device has. At each hop it hands them to the next device of its ring.\n"
+        "Full colour: most work at a hop; pale: less; white: none. Blue lines part rings that run side by side.",
+        fontsize=9,
+    )
+
+
+def _device_colours(number: int) -> np.ndarray:
+    """One colour for each device, (devices, 3): light enough for dark numbers."""
+    from matplotlib import colormaps  # noqa: PLC0415
+
+    return np.asarray(colormaps["turbo"](np.linspace(0.12, 0.88, number)))[:, :3] * 0.62 + 0.38
+
+
+def _draw_layout(panel: Any, job: Job, colours: np.ndarray) -> None:  # noqa: ANN401
+    """Which chunks of the sequence a device holds."""
+    chunks = _chunks(job)
+    panel.imshow(np.repeat(colours[:, None], chunks.shape[1], axis=1), aspect="auto", interpolation="nearest")
+    for (device, nth), chunk in np.ndenumerate(chunks):
+        if job.ring_size <= 32:
+            panel.text(nth, device, str(chunk), ha="center", va="center", fontsize=8)
+    panel.set_xticks([])
+    panel.set_xlabel("of the sequence", fontsize=9)
+    panel.set_title("chunks held", fontsize=10)
+    panel.set_ylabel("device")
+    panel.yaxis.get_major_locator().set_params(integer=True)
+
+
+def _draw_schedule(panel: Any, schedule: Schedule, colours: np.ndarray) -> None:  # noqa: ANN401
+    share = (schedule.work / max(schedule.work.max(), 1.0))[..., None]
+    strength = np.where(share > 0, 0.25 + 0.75 * share, 0.0)
+    cells = strength * colours[schedule.source] + (1 - strength)
+    panel.imshow(cells, aspect="auto", interpolation="nearest")
+    if schedule.group <= 16 and len(cells) <= 32:
+        for (device, hop), source in np.ndenumerate(schedule.source):
+            colour = "black" if share[device, hop, 0] else "#b0b0b0"
+            panel.text(hop, device, str(source), ha="center", va="center", fontsize=8, color=colour)
+    for device in range(schedule.group, len(cells), schedule.group):
+        if schedule.group > 1:
+            panel.axhline(device - 0.5, color="#1b4f8a", linewidth=2)
+    panel.set_title(f"{schedule.name}\n{schedule.where}", fontsize=10)
+    if schedule.where == "local":
+        panel.set_xticks([])
+        panel.set_xlabel("nothing travels", fontsize=9)
+    else:
+        panel.set_xlabel(f"hop ({bytes_text(schedule.hop_bytes)} each)", fontsize=9)
+        panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.set_yticks([])
+
+
+def _schedules(job: Job) -> list[Schedule]:
+    if not 2 <= job.ring_size <= 64:
+        raise ValueError(f"--ring must be from 2 to 64 to draw a ring, got {job.ring_size}")
+    return [schedule_of(branch) for branch in job.plan().branches]
+
+
+def _chunks(job: Job) -> np.ndarray:
+    """Chunks of the sequence, (devices, chunks of each)."""
+    return np.array(layout_named(job.layout).order(job.ring_size)).reshape(job.ring_size, -1)
+
+
+def _mask_text(job: Job) -> str:
+    legend = ", ".join(f"{i}: {name}" for i, name in enumerate(_names(job), 1))
+    masks = mask_of(job, _heads(job))
+    lines = []
+    for head, mask in enumerate(masks):
+        lines += [f"head {head} ({legend})", *(" ".join(str(x) if x else "." for x in row) for row in mask), ""]
+    return "\n".join(lines[:-1])
+
+
+def _coverage_text(job: Job) -> str:
+    table, reach = coverage_of(job, _POSITIONS)
+    lines = [_coverage_line(job), "", "branches that select a position, by key/value head:"]
+    lines += [f"{head:3d} " + "".join(str(x) if x else "." for x in row) for head, row in enumerate(table)]
+    return "\n".join([*lines, "", *(_reach_line(branch) for branch in reach)])
+
+
+def _reach_line(branch: Reach) -> str:
+    return f"{branch.name:>16} {'#' * branch.distance.bit_length()} 1 key in {round(1 / branch.density)}"
+
+
+def _ring_text(job: Job) -> str:
+    lines = ["device: chunks of the sequence"]
+    lines += [f"{device:6d}: {' '.join(map(str, held))}" for device, held in enumerate(_chunks(job))]
+    for s in _schedules(job):
+        travels = "nothing travels" if s.where == "local" else f"{bytes_text(s.hop_bytes)} per hop"
+        lines += ["", f"{s.name}: {s.where}, {travels}; whose keys a device has, hop by hop, and how much it works:"]
+        shade = np.ceil(s.work / max(s.work.max(), 1.0) * (len(_SHADES) - 1)).astype(int)
+        for device, row in enumerate(s.source):
+            cells = (f"{source:3d}{_SHADES[shade[device, hop]]}" for hop, source in enumerate(row))
+            lines.append(f"{device:6d}: {' '.join(cells)}")
+    return "\n".join(lines)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ringjax draw`."""
+    parser.add_argument("what", choices=("mask", "coverage", "ring"), help="what to draw")
+    add_job_arguments(parser, seq_len="64", ring="8", heads="4", pattern="8/1,32/2,T/4")
+    parser.add_argument("-o", "--output", type=pathlib.Path, metavar="FILE", help=".png or .svg (ringjax-WHAT.png)")
+    parser.add_argument("--ascii", action="store_true", help="draw in the terminal instead")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`ringjax draw`."""
+    job = job_of(options)
+    if options.ascii:
+        text = in_text(options.what, job)
+        emit(options, {"command": "draw", "what": options.what, "text": text}, text)
+        return 0
+    path = options.output or pathlib.Path(f"ringjax-{options.what}.png")
+    draw(options.what, job, path)
+    emit(options, {"command": "draw", "what": options.what, "file": str(path)}, f"Drawn: {path}")
+    return 0

@@ -1,0 +1,128 @@
+"""What pictures of a pattern and of a ring show, as numbers: who sees whom, who is covered, who works when."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from ringjax.cli.arguments import Job
+from ringjax.layout import layout_named
+from ringjax.pattern import Branch, selected_before
+from ringjax.plan import BranchPlan
+
+LONGEST = 1024  # positions of a mask that can be drawn
+
+
+def mask_of(job: Job, heads: int) -> np.ndarray:
+    """For the first heads, which branch is the first to see each pair: (heads, query, key), from 1 on; 0 for none.
+
+    Raises:
+        ValueError: If the sequence is too long to draw.
+
+    Example:
+        >>> mask_of(Job(4, num_heads=2, pattern_text="2/1,4/2", is_causal=True), heads=1)[0]
+        array([[1, 0, 0, 0],
+               [1, 1, 0, 0],
+               [2, 0, 1, 0],
+               [0, 0, 1, 1]])
+    """
+    if job.seq_len > LONGEST:
+        raise ValueError(
+            f"--seq-len must be at most {LONGEST} to draw a mask, got {job.seq_len}: draw the pattern scaled down, such "
+            "as --seq-len 64 --pattern 8/1,32/2,T/4"
+        )
+    kv_heads = job.num_kv_heads or job.num_heads
+    p = np.arange(job.seq_len)
+    first = np.zeros((heads, job.seq_len, job.seq_len), int)
+    for number, branch in reversed(list(enumerate(job.pattern.branches(kv_heads, job.seq_len), 1))):
+        same = p[:, None] // branch.segment_length == p[None, :] // branch.segment_length
+        same &= (p[None, :] <= p[:, None]) | (not job.is_causal)
+        for head in range(heads):
+            chosen = selected(branch, head * kv_heads // job.num_heads, p)
+            first[head][same & chosen[:, None] & chosen[None, :]] = number
+    return first
+
+
+def selected(branch: Branch, head: int, p: np.ndarray) -> np.ndarray:
+    """Which positions a branch selects for a key/value head."""
+    place = head - branch.first_head
+    if not 0 <= place < branch.num_heads:
+        return np.zeros(p.shape, bool)
+    return np.asarray(p % branch.segment_length % branch.rate == branch.offsets[place])
+
+
+class Reach(NamedTuple):
+    """How far one branch sees, and how densely."""
+
+    name: str
+    distance: int
+    density: float
+
+
+def coverage_of(job: Job, positions: int) -> tuple[np.ndarray, list[Reach]]:
+    """How many branches select each of the first positions, by key/value head: (heads, positions); and the reach."""
+    kv_heads = job.num_kv_heads or job.num_heads
+    branches = job.pattern.branches(kv_heads, job.seq_len)
+    p = np.arange(min(positions, job.seq_len))
+    table = np.array([[selected(b, h, p) for b in branches] for h in range(kv_heads)]).sum(axis=1)
+    reach = [Reach(f"{b.segment_length:,} / {b.rate}", b.segment_length, 1 / b.rate) for b in branches]
+    return table, reach
+
+
+class Schedule(NamedTuple):
+    """Who works when in one branch.
+
+    Attributes:
+        name: Segment length and rate.
+        where: Local, ring or gather.
+        group: Devices of a ring.
+        source: Whose keys a device has after each hop, (devices, hops + 1).
+        work: (query, key) pairs that a device computes with them, over all heads, (devices, hops + 1).
+        hop_bytes: What a device hands to the next at each hop, all pieces together.
+    """
+
+    name: str
+    where: str
+    group: int
+    source: np.ndarray
+    work: np.ndarray
+    hop_bytes: int
+
+
+def schedule_of(branch: BranchPlan) -> Schedule:
+    """The forward pass of a branch, hop by hop.
+
+    Example:
+        >>> job = Job(64, num_heads=2, pattern_text="T/1", ring_size=2, is_causal=True, layout="contiguous")
+        >>> schedule_of(job.plan().branches[0]).work.tolist()
+        [[1056.0, 0.0], [1056.0, 2048.0]]
+    """
+    size, group = branch.request.ring_size, branch.group
+    device, hop = np.arange(size)[:, None], np.arange(group)[None, :]
+    source = device - device % group + (device - hop) % group
+    work = pairs_between(branch)[device, source]
+    sent = branch.sent(branch.forward) // max(1, group - 1)
+    return Schedule(f"{branch.segment_length:,} / {branch.rate}", branch.where, group, source, work, sent)
+
+
+def pairs_between(branch: BranchPlan) -> np.ndarray:
+    """Pairs of a query on one device and a key on another that see each other, (devices, devices), over all heads."""
+    request, selection = branch.request, branch.selection
+    layout, w = layout_named(request.layout), selection.segment_length
+    length, chunk = request.stored_length, request.chunk_length
+    edges = np.unique(np.concatenate([np.arange(0, length, w), np.arange(0, length + 1, chunk)]))
+    device = np.empty(layout.multiple(request.ring_size), np.int64)
+    device[list(layout.order(request.ring_size))] = np.repeat(np.arange(request.ring_size), layout.chunks)
+    owner, segment = device[edges[:-1] // chunk], edges[:-1] // w
+    pairs = np.zeros((request.ring_size, request.ring_size))
+    starts = np.flatnonzero(np.diff(segment, prepend=-1, append=-1))
+    for offset, count in zip(selection.offsets, selection.rows(w), strict=True):
+        rows = np.diff(selected_before(edges, w, selection.rate, np.array(offset), np.array(count))).astype(float)
+        for begin, end in zip(starts[:-1], starts[1:], strict=True):
+            mine, who = rows[begin:end], owner[begin:end]
+            met = np.outer(mine, mine)
+            if request.is_causal:
+                met = np.tril(met, -1) + np.diag(mine * (mine + 1) / 2)
+            np.add.at(pairs, (who[:, None], who[None, :]), met)
+    return pairs * request.group
