@@ -1,4 +1,4 @@
-"""`ringjax draw`: pictures of a pattern (who sees whom, what is covered) and of a ring (who computes what, and when)."""
+"""`ringjax draw`: pictures of a pattern (who sees whom, what is covered) and of a ring (who computes what, when)."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -29,8 +30,8 @@ def mask_of(job: Job, heads: int) -> np.ndarray:
     """
     if job.seq_len > LONGEST:
         raise ValueError(
-            f"--seq-len must be at most {LONGEST} to draw a mask, got {job.seq_len}: draw the pattern scaled down, such "
-            "as --seq-len 64 --pattern 8/1,32/2,T/4"
+            f"--seq-len must be at most {LONGEST} to draw a mask, got {job.seq_len}: draw the pattern scaled down, "
+            "such as --seq-len 64 --pattern 8/1,32/2,T/4"
         )
     kv_heads = job.num_kv_heads or job.num_heads
     p = np.arange(job.seq_len)
@@ -119,7 +120,7 @@ def pairs_between(branch: BranchPlan) -> np.ndarray:
     starts = np.flatnonzero(np.diff(segment, prepend=-1, append=-1))
     for offset, count in zip(selection.offsets, selection.rows(w), strict=True):
         rows = np.diff(selected_before(edges, w, selection.rate, np.array(offset), np.array(count))).astype(float)
-        for begin, end in zip(starts[:-1], starts[1:], strict=True):
+        for begin, end in itertools.pairwise(starts):
             mine, who = rows[begin:end], owner[begin:end]
             met = np.outer(mine, mine)
             if request.is_causal:
