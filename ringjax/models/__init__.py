@@ -2,6 +2,6 @@
 
 from ringjax.models.config import LongNetConfig
 from ringjax.models.loss import next_token_targets, token_loss
-from ringjax.models.model import LongNetDecoder
+from ringjax.models.model import LongNetDecoder, LongNetEncoder
 
-__all__ = ["LongNetConfig", "LongNetDecoder", "next_token_targets", "token_loss"]
+__all__ = ["LongNetConfig", "LongNetDecoder", "LongNetEncoder", "next_token_targets", "token_loss"]

@@ -18,106 +18,23 @@ it (as metadata of the parameters); everything else is whole on each device.
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import Array, lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax import Array
+from jax.typing import ArrayLike
 
+from ringjax.decode import DecodeCache, init_cache
 from ringjax.devices import Ring
+from ringjax.layout import layout_for
+from ringjax.layout import positions as stored_positions
+from ringjax.models.block import BlockStack, nth
 from ringjax.models.config import LongNetConfig
-from ringjax.nnx import DilatedSelfAttention
-from ringjax.precision import compute_dtype
-
-KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names("ringjax_out", "ringjax_lse")
+from ringjax.models.generation import continued
 
 
-class Block(nnx.Module):
-    """Attention and a feed-forward layer, each on a normed stream and added to it."""
-
-    def __init__(self, config: LongNetConfig, *, is_causal: bool, ring: Ring | None, rngs: nnx.Rngs) -> None:
-        norm = functools.partial(_norm, config, rngs=rngs)
-        linear: Any = functools.partial(
-            nnx.Linear, use_bias=config.use_bias, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
-        )
-        hidden = config.hidden_features or 4 * config.features
-        self.attention_norm = norm(config.features)
-        self.attention = DilatedSelfAttention(
-            config.num_heads,
-            config.features,
-            config.pattern,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            is_causal=is_causal,
-            positions=config.positions,
-            sub_norm=config.sub_norm,
-            norm_epsilon=config.norm_epsilon,
-            use_bias=config.use_bias,
-            dtype=config.dtype,
-            param_dtype=config.param_dtype,
-            ring=ring,
-            rngs=rngs,
-        )
-        over, axis = self.attention.over, self.attention.core.head_axis
-        self.feed_forward_norm = norm(config.features)
-        self.expand = linear(config.features, hidden, kernel_metadata=over(None, axis), bias_metadata=over(axis))
-        self.hidden_norm: nnx.LayerNorm | None = nnx.data(norm(hidden) if config.sub_norm else None)
-        self.contract = linear(hidden, config.features, kernel_metadata=over(axis, None))
-        for kernel in (self.attention.out.kernel, self.contract.kernel):
-            kernel[...] *= (2 * config.num_layers) ** -0.5
-
-    def __call__(self, x: Array, **where: Any) -> Array:  # noqa: ANN401
-        """The stream (B, T, F) after this block; `where` is what the attention is told of positions and padding."""
-        return self._fed(x + self.attention(self.attention_norm(x), **where))
-
-    def _fed(self, x: Array) -> Array:
-        hidden = nnx.gelu(self.expand(self.feed_forward_norm(x)), approximate=False)
-        if self.hidden_norm is not None:
-            hidden = self.hidden_norm(hidden)
-        return x + self.contract(hidden, out_sharding=self.attention.core.out_sharding(x.ndim))
-
-
-class _LongNet(nnx.Module):
-    """What decoder and encoder share: all blocks, and the norm after them."""
-
-    def __init__(self, config: LongNetConfig, *, is_causal: bool, ring: Ring | None, rngs: nnx.Rngs) -> None:
-        if config.dtype is None:
-            config = dataclasses.replace(config, dtype=compute_dtype())
-
-        @nnx.split_rngs(splits=config.num_layers)
-        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
-        def blocks(rngs: nnx.Rngs) -> Block:
-            return Block(config, is_causal=is_causal, ring=ring, rngs=rngs)
-
-        self.config = config
-        self.ring = ring
-        self.blocks = blocks(rngs)
-        self.norm = _norm(config, config.features, rngs=rngs)
-
-    def _features(self, x: Array, **where: Any) -> Array:  # noqa: ANN401
-        """The stream after all blocks, normed."""
-        return self._run(lambda block, x, _: (block(x, **where), None), x, None)[0]
-
-    def _run(self, step: Callable[[Block, Array, Any], tuple[Array, Any]], x: Array, each: Any) -> tuple[Array, Any]:  # noqa: ANN401
-        """Takes the stream through `step` of each block and of what `each` block has, stacked like the parameters."""
-        graph, state = nnx.split(self.blocks)
-
-        def body(x: Array, layer: tuple[Any, Any]) -> tuple[Array, Any]:
-            return step(nnx.merge(graph, layer[0]), x, layer[1])
-
-        in_loop = self.config.scan_layers
-        if self.config.remat:
-            body = jax.checkpoint(body, policy=KEEP_ATTENTION, prevent_cse=not in_loop)
-        x, each = lax.scan(body, x, (state, each), unroll=1 if in_loop else self.config.num_layers)
-        return self.norm(x), each
-
-
-class LongNetDecoder(_LongNet):
+class LongNetDecoder(BlockStack):
     """A causal language model with dilated attention.
 
     The same parameters give the same logits on any ring.
@@ -167,23 +84,152 @@ class LongNetDecoder(_LongNet):
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
             positions: Position of each token, integers (T,) or (B, T); by default that in the sequence.
         """
-        x = self.embed(tokens, out_sharding=_stream_sharding(self.ring))
-        return self._logits(self._features(x, segment_ids=segment_ids, seq_len=seq_len, positions=positions))
+        x = self.embed(tokens, out_sharding=self.sharding())
+        return self._logits(self.features(x, segment_ids=segment_ids, seq_len=seq_len, positions=positions))
+
+    def init_caches(self, batch: int, max_len: int) -> tuple[DecodeCache, ...]:
+        """Empty caches, one for each block, for sequences of up to `max_len` tokens; see `ringjax.init_cache`."""
+        return tuple(self._empty_cache(batch, max_len) for _ in range(self.config.num_layers))
+
+    def prefill(
+        self, tokens: Array, max_len: int, *, lengths: ArrayLike | None = None
+    ) -> tuple[Array, tuple[DecodeCache, ...]]:
+        """Logits (B, T, V) of a whole prompt, as a call gives them, and the caches after it.
+
+        Args:
+            tokens: Integers (B, T), in the layout of the ring if there is one.
+            max_len: As for `init_caches`, at least T.
+            lengths: True length of each prompt, integers (B,) from 0 to T; T by default. Later tokens are padding.
+        """
+        empty = self._empty_cache(tokens.shape[0], max_len)
+        x = self.embed(tokens, out_sharding=self.sharding())
+        x, stacked = self.run(lambda block, x: block.prefill(x, empty, lengths), x)
+        return self._logits(self.norm(x)), tuple(nth(stacked, i) for i in range(self.config.num_layers))
+
+    def extend(
+        self, tokens: Array, caches: tuple[DecodeCache, ...], counts: ArrayLike | None = None
+    ) -> tuple[Array, tuple[DecodeCache, ...]]:
+        """Logits (B, n, V) of the next tokens, one or several, after those of the caches, and the caches after them.
+
+        The blocks run one after the other, so that the rows of their caches are overwritten where they stand.
+
+        Args:
+            tokens: Integers (B, n), whole on each device of the ring if there is one.
+            caches: From `init_caches`, `prefill` or the tokens before.
+            counts: How many of the n tokens each entry really has, as for `ringjax.decode_step`.
+        """
+        if len(caches) != self.config.num_layers:
+            raise ValueError(f"`caches` must be {self.config.num_layers} caches, one per block, got {len(caches)}.")
+        graph, state = nnx.split(self.blocks)
+        x, after = self.embed(tokens, out_sharding=self.sharding(over_ring=False)), []
+        for i, cache in enumerate(caches):
+            x, cache = nnx.merge(graph, nth(state, i)).extend(x, cache, counts)  # noqa: PLW2901
+            after.append(cache)
+        return self._logits(self.norm(x)), tuple(after)
+
+    def generate(
+        self,
+        prompt: Array,
+        num_tokens: int,
+        *,
+        lengths: ArrayLike | None = None,
+        max_len: int | None = None,
+        rng: Array | None = None,
+        temperature: float | Array = 1.0,
+        top_k: int | None = None,
+        greedy: bool = False,
+    ) -> Array:
+        """Continues prompts: `num_tokens` tokens (B, num_tokens) after each. Compiled once for all tokens and calls.
+
+        Args:
+            prompt: Integers (B, T), in the order of the sequence, on a ring too.
+            num_tokens: How many tokens to make.
+            lengths: True length of each prompt, integers (B,) from 1 to T; T by default. Later tokens are padding.
+            max_len: As for `init_caches`, ``T + num_tokens`` by default.
+            rng, temperature, top_k, greedy: As for `ringjax.generate`. A number as `temperature` is part of the
+                program, an array is not.
+        """
+        draw: dict[str, Any] = {"rng": rng, "temperature": temperature, "top_k": top_k, "greedy": greedy}
+        return continued(self, prompt, num_tokens, lengths, max_len, **draw)
+
+    def _empty_cache(self, batch: int, max_len: int) -> DecodeCache:
+        core, dtype = self.blocks.attention.core, jnp.dtype(self.config.dtype)
+        return init_cache(core.pattern, batch, core.num_kv_heads, core.head_dim, max_len, dtype, ring=self.ring)
 
     def _logits(self, x: Array) -> Array:
         kernel = self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
         return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
-def _norm(config: LongNetConfig, features: int, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        features,
-        epsilon=config.norm_epsilon,
-        dtype=config.dtype,
-        param_dtype=config.param_dtype,
-        use_fast_variance=False,
-        rngs=rngs,
-    )
+class LongNetEncoder(BlockStack):
+    """The same blocks, in which every position sees those before and after it: features of tokens or of vectors.
+
+    Args:
+        config: The sizes, with a `vocab_size` if the inputs are tokens, or `input_features` if they are vectors (such
+            as those of image patches), which are then projected; not with ``positions="xpos"``.
+        ring: The devices that share the sequence, or None.
+        rngs: Where the parameters come from.
+
+    Raises:
+        ValueError: If an argument is not as described.
+
+    Example:
+        >>> import jax.numpy as jnp, ringjax as rj
+        >>> from flax import nnx
+        >>> from ringjax.models import LongNetConfig, LongNetEncoder
+        >>> config = LongNetConfig.tiny(input_features=24, pattern=rj.DilationPattern((16, 64), (1, 4)))
+        >>> encoder = LongNetEncoder(config, rngs=nnx.Rngs(0))
+        >>> patches = jnp.ones((2, 64, 24))
+        >>> encoder(patches).shape, encoder(patches, seq_len=50, pool=True).shape
+        ((2, 64, 64), (2, 64))
+    """
+
+    def __init__(self, config: LongNetConfig, *, ring: Ring | None = None, rngs: nnx.Rngs) -> None:
+        if (config.vocab_size is None) == (config.input_features is None):
+            raise ValueError(
+                "one of `vocab_size` and `input_features` must be given for an encoder, got "
+                f"{config.vocab_size} and {config.input_features}."
+            )
+        super().__init__(config, is_causal=False, ring=ring, rngs=rngs)
+        config = self.config
+        self.embed: nnx.Embed | nnx.Linear
+        if config.input_features is None:
+            assert config.vocab_size is not None
+            self.embed = _embedding(config, config.vocab_size, rngs)
+        else:
+            types: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+            self.embed = nnx.Linear(config.input_features, config.features, rngs=rngs, **types)
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        segment_ids: Array | None = None,
+        seq_len: int | None = None,
+        positions: Array | None = None,
+        pool: bool = False,
+    ) -> Array:
+        """Features (B, T, F), or their mean (B, F) over all positions that are not padding.
+
+        Args:
+            inputs: Integers (B, T), or vectors (B, T, input_features), in the layout of the ring if there is one.
+            segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
+            positions: Position of each row, integers (T,) or (B, T); by default that in the sequence.
+            pool: Whether the mean is taken.
+        """
+        x = self.embed(inputs, out_sharding=self.sharding())
+        x = self.features(x, segment_ids=segment_ids, seq_len=seq_len, positions=positions)
+        return self._mean(x, segment_ids, seq_len) if pool else x
+
+    def _mean(self, x: Array, segment_ids: Array | None, seq_len: int | None) -> Array:
+        batch, length = x.shape[:2]
+        is_real = jnp.ones((batch, length), bool) if segment_ids is None else segment_ids >= 0
+        if seq_len is not None:
+            size = 1 if self.ring is None else self.ring.size("axis_name")
+            layout = "contiguous" if self.ring is None else layout_for(self.ring.layout, size)
+            is_real &= stored_positions(layout, length, size)[None] < seq_len
+        weight = is_real.astype(x.dtype)[..., None]
+        return (x * weight).sum(axis=1) / jnp.maximum(weight.sum(axis=1), 1)
 
 
 def _embedding(config: LongNetConfig, vocab_size: int, rngs: nnx.Rngs) -> nnx.Embed:
@@ -195,10 +241,3 @@ def _embedding(config: LongNetConfig, vocab_size: int, rngs: nnx.Rngs) -> nnx.Em
         embedding_init=nnx.initializers.normal(config.features**-0.5),
         rngs=rngs,
     )
-
-
-def _stream_sharding(ring: Ring | None) -> NamedSharding | None:
-    """How the stream is sharded, where it must be said: on an explicit mesh."""
-    if ring is None or AxisType.Explicit not in ring.resolve().axis_types:
-        return None
-    return NamedSharding(ring.resolve(), PartitionSpec(ring.batch_axis, ring.axis_name, None))

@@ -1,0 +1,139 @@
+"""The blocks of a LongNet, and all of them one after the other.
+
+Legend: ``B`` batch, ``T`` length, ``F`` features.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+from flax import nnx
+from jax import Array, lax
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+from ringjax.decode import DecodeCache
+from ringjax.devices import Ring
+from ringjax.models.config import LongNetConfig
+from ringjax.nnx import DilatedSelfAttention
+from ringjax.precision import compute_dtype
+
+Tree = TypeVar("Tree")
+KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names("ringjax_out", "ringjax_lse")
+
+
+class Block(nnx.Module):
+    """Attention and a feed-forward layer, each on a normed stream and added to it."""
+
+    def __init__(self, config: LongNetConfig, *, is_causal: bool, ring: Ring | None, rngs: nnx.Rngs) -> None:
+        norm = functools.partial(layer_norm, config, rngs=rngs)
+        linear: Any = functools.partial(
+            nnx.Linear, use_bias=config.use_bias, dtype=config.dtype, param_dtype=config.param_dtype, rngs=rngs
+        )
+        hidden = config.hidden_features or 4 * config.features
+        self.attention_norm = norm(config.features)
+        self.attention = DilatedSelfAttention(
+            config.num_heads,
+            config.features,
+            config.pattern,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            is_causal=is_causal,
+            positions=config.positions,
+            sub_norm=config.sub_norm,
+            norm_epsilon=config.norm_epsilon,
+            use_bias=config.use_bias,
+            dtype=config.dtype,
+            param_dtype=config.param_dtype,
+            ring=ring,
+            rngs=rngs,
+        )
+        over, axis = self.attention.over, self.attention.core.head_axis
+        self.feed_forward_norm = norm(config.features)
+        self.expand = linear(config.features, hidden, kernel_metadata=over(None, axis), bias_metadata=over(axis))
+        self.hidden_norm: nnx.LayerNorm | None = nnx.data(norm(hidden) if config.sub_norm else None)
+        self.contract = linear(hidden, config.features, kernel_metadata=over(axis, None))
+        for kernel in (self.attention.out.kernel, self.contract.kernel):
+            kernel[...] *= (2 * config.num_layers) ** -0.5
+
+    def __call__(self, x: Array, **where: Any) -> Array:  # noqa: ANN401
+        """The stream (B, T, F) after this block; `where` is what the attention is told of positions and padding."""
+        return self._fed(x + self.attention(self.attention_norm(x), **where))
+
+    def prefill(self, x: Array, cache: DecodeCache, lengths: ArrayLike | None) -> tuple[Array, DecodeCache]:
+        """As a call, and the cache of the attention after these tokens."""
+        attended, cache = self.attention.prefill(self.attention_norm(x), cache, lengths)
+        return self._fed(x + attended), cache
+
+    def extend(self, x: Array, cache: DecodeCache, counts: ArrayLike | None) -> tuple[Array, DecodeCache]:
+        """The stream of the next tokens (B, n, F) after this block, and the cache after them."""
+        attended, cache = self.attention.extend(self.attention_norm(x), cache, counts)
+        return self._fed(x + attended, over_ring=False), cache
+
+    def _fed(self, x: Array, over_ring: bool = True) -> Array:
+        hidden = nnx.gelu(self.expand(self.feed_forward_norm(x)), approximate=False)
+        if self.hidden_norm is not None:
+            hidden = self.hidden_norm(hidden)
+        return x + self.contract(hidden, out_sharding=self.attention.core.out_sharding(x.ndim, over_ring))
+
+
+class BlockStack(nnx.Module):
+    """What decoder and encoder share: all blocks, and the norm after them."""
+
+    def __init__(self, config: LongNetConfig, *, is_causal: bool, ring: Ring | None, rngs: nnx.Rngs) -> None:
+        if config.dtype is None:
+            config = dataclasses.replace(config, dtype=compute_dtype())
+
+        @nnx.split_rngs(splits=config.num_layers)
+        @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
+        def blocks(rngs: nnx.Rngs) -> Block:
+            return Block(config, is_causal=is_causal, ring=ring, rngs=rngs)
+
+        self.config = config
+        self.ring = ring
+        self.blocks = blocks(rngs)
+        self.norm = layer_norm(config, config.features, rngs=rngs)
+
+    def features(self, x: Array, **where: Any) -> Array:  # noqa: ANN401
+        """The stream after all blocks, normed."""
+        return self.norm(self.run(lambda block, x: (block(x, **where), None), x)[0])
+
+    def run(self, step: Callable[[Block, Array], tuple[Array, Any]], x: Array) -> tuple[Array, Any]:
+        """Takes the stream through `step` of each block; what the steps give beside it is stacked."""
+        graph, state = nnx.split(self.blocks)
+
+        def body(x: Array, state: Any) -> tuple[Array, Any]:  # noqa: ANN401
+            return step(nnx.merge(graph, state), x)
+
+        in_loop = self.config.scan_layers
+        if self.config.remat:
+            body = jax.checkpoint(body, policy=KEEP_ATTENTION, prevent_cse=not in_loop)
+        return lax.scan(body, x, state, unroll=1 if in_loop else self.config.num_layers)
+
+    def sharding(self, over_ring: bool = True) -> NamedSharding | None:
+        """How the stream is sharded, where it must be said: on an explicit mesh."""
+        if self.ring is None or AxisType.Explicit not in self.ring.resolve().axis_types:
+            return None
+        spec = PartitionSpec(self.ring.batch_axis, self.ring.axis_name if over_ring else None, None)
+        return NamedSharding(self.ring.resolve(), spec)
+
+
+def layer_norm(config: LongNetConfig, features: int, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    """A norm of the stream or of a hidden layer."""
+    return nnx.LayerNorm(
+        features,
+        epsilon=config.norm_epsilon,
+        dtype=config.dtype,
+        param_dtype=config.param_dtype,
+        use_fast_variance=False,
+        rngs=rngs,
+    )
+
+
+def nth(tree: Tree, index: int) -> Tree:
+    """One entry of arrays that are stacked along their first axis."""
+    return jax.tree.map(lambda x: x[index], tree)
