@@ -8,9 +8,11 @@ checked bit by bit wherever it is read. A damaged one is reported, set aside, an
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import pathlib
 import shutil
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -53,7 +55,7 @@ class Checkpoints:
     """
 
     def __init__(self, folder: pathlib.Path, keep: int, report: Callable[[str], None]) -> None:
-        logging.getLogger("absl").setLevel(logging.CRITICAL)  # orbax prints tracebacks of what is handled here
+        _quiet()
         if keep < 1:
             raise UserError(f"--keep must be at least 1, got {keep}")
         self.folder, self.report = folder.absolute(), report
@@ -164,6 +166,23 @@ class Checkpoints:
                 f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(error)}; "
                 f"steps with a checkpoint: {kept}"
             ) from error
+
+
+@functools.cache  # once
+def _quiet() -> None:
+    """Silences tracebacks of what is handled here: those that orbax logs, and those of the coroutines that it abandons
+    when the first of many files cannot be read or written.
+    """
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    plain = sys.unraisablehook
+
+    def hook(unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        is_abandoned = code is not None and "orbax" in code.co_filename
+        if not is_abandoned and str(unraisable.exc_value) != "Event loop is closed":
+            plain(unraisable)
+
+    sys.unraisablehook = hook
 
 
 def fingerprint(tree: Tree) -> list[int]:
