@@ -135,7 +135,7 @@ class Job:
         """The same for `ringjax.rehearse`."""
         return Workload(
             self.pattern,
-            self.stored_length or self.seq_len,
+            self.seq_len,
             self.num_heads,
             self.head_dim,
             num_kv_heads=self.num_kv_heads,
@@ -143,6 +143,9 @@ class Job:
             dtype=self.dtype,
             is_causal=self.is_causal,
             layout=self.layout,
+            strategy=self.strategy,
+            stored_length=self.plan().request.stored_length,
+            has_segment_ids=self.has_segment_ids,
         )
 
     def plan(self) -> Plan:

@@ -14,6 +14,7 @@ from ringjax.cli.arguments import Parser
 COMMANDS = {
     "plan": "what an attention will do on a ring: messages, memory, an estimate of time, what to mend",
     "draw": "pictures: who sees whom, what is covered, who computes what on a ring",
+    "rehearse": "the real program for devices that are not there, made by their compiler, beside the plan",
     "doctor": "versions, devices, a check against the oracle, and a short measurement",
 }
 

@@ -7,7 +7,6 @@ Compilers come with packages of their own: `libtpu` (with ``jax[tpu]``) for TPUs
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -16,10 +15,11 @@ import jax
 import numpy as np
 from jax import Array
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ringjax.attention import dilated_attention
 from ringjax.devices import Ring
+from ringjax.geometry import StrategyName
 from ringjax.pattern import DilationPattern
 from ringjax.rehearse.targets import CudaTarget, Target, TpuTarget
 
@@ -35,7 +35,10 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """An attention and its arrays: (batch, seq_len, num_heads, head_dim), fewer `num_kv_heads` for grouped queries."""
+    """An attention and its arrays: (batch, seq_len, num_heads, head_dim), fewer `num_kv_heads` for grouped queries.
+
+    With `stored_length` the arrays are that long, and the sequence is padded.
+    """
 
     pattern: DilationPattern
     seq_len: int
@@ -47,6 +50,9 @@ class Workload:
     is_causal: bool = True
     layout: str = "zigzag"
     implementation: Literal["xla", "pallas"] | None = None
+    strategy: StrategyName = "auto"
+    stored_length: int | None = None
+    has_segment_ids: bool = False
 
 
 class Rehearsal(NamedTuple):
@@ -73,12 +79,12 @@ def rehearse(target: Target, workload: Workload, is_gradient: bool, dump_to: str
             needs more memory than there is.
     """
     mesh = ring_mesh(target)
-    lowered = _lowered(mesh, workload, is_gradient)
+    program = lowered(mesh, workload, is_gradient)
     begin = time.perf_counter()
     options: dict[str, str | bool] = dict(target.options)
     if dump_to:
         options |= {"xla_dump_to": dump_to, "xla_dump_emitter_re": "ptx"}
-    compiled = lowered.compile(compiler_options=options)
+    compiled = program.compile(compiler_options=options)
     return Rehearsal(compiled, time.perf_counter() - begin)
 
 
@@ -150,24 +156,36 @@ def _snake(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return places
 
 
-def _lowered(mesh: Mesh, workload: Workload, is_gradient: bool) -> jax.stages.Lowered:
-    ring = Ring(mesh, layout=workload.layout)
-    attention = functools.partial(
-        dilated_attention,
-        pattern=workload.pattern,
-        is_causal=workload.is_causal,
-        ring=ring,
-        implementation=workload.implementation,
-    )
+def lowered(mesh: Mesh, workload: Workload, is_gradient: bool) -> jax.stages.Lowered:
+    """A workload on the ``"ring"`` axis of a mesh, lowered: the attention, or also its gradients for a cotangent."""
+    ring = Ring(mesh, layout=workload.layout, strategy=workload.strategy)
+    length = workload.stored_length or workload.seq_len
 
-    def gradient(query: Array, key: Array, value: Array, cotangent: Array) -> tuple[Array, tuple[Array, ...]]:
-        out, pull = jax.vjp(attention, query, key, value)
+    def attention(query: Array, key: Array, value: Array, *ids: Array) -> Array:
+        return dilated_attention(
+            query,
+            key,
+            value,
+            workload.pattern,
+            is_causal=workload.is_causal,
+            segment_ids=ids[0] if ids else None,
+            seq_len=workload.seq_len,
+            ring=ring,
+            implementation=workload.implementation,
+        )
+
+    def gradient(
+        query: Array, key: Array, value: Array, cotangent: Array, *ids: Array
+    ) -> tuple[Array, tuple[Array, ...]]:
+        out, pull = jax.vjp(lambda *x: attention(*x, *ids), query, key, value)
         return out, pull(cotangent)
 
-    def shaped(heads: int) -> jax.ShapeDtypeStruct:
-        shape = (workload.batch, workload.seq_len, heads, workload.head_dim)
-        return jax.ShapeDtypeStruct(shape, workload.dtype, sharding=NamedSharding(mesh, ring.spec()))
+    def shaped(*rest: int, dtype: str = workload.dtype) -> jax.ShapeDtypeStruct:
+        spec = PartitionSpec(*ring.spec()[: 2 + len(rest)])
+        return jax.ShapeDtypeStruct((workload.batch, length, *rest), dtype, sharding=NamedSharding(mesh, spec))
 
-    query, key = shaped(workload.num_heads), shaped(workload.num_kv_heads or workload.num_heads)
+    query = shaped(workload.num_heads, workload.head_dim)
+    key = shaped(workload.num_kv_heads or workload.num_heads, workload.head_dim)
+    ids = [shaped(dtype="int32")] if workload.has_segment_ids else []
     given = (query, key, key, query) if is_gradient else (query, key, key)
-    return jax.jit(gradient if is_gradient else attention).lower(*given)
+    return jax.jit(gradient if is_gradient else attention).lower(*given, *ids)

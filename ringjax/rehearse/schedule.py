@@ -51,6 +51,7 @@ class Instruction:
     shape: str
     rest: str  # attributes
     is_root: bool  # whether it is the result
+    literal: str = ""  # of a constant
 
 
 Program = dict[str, list[Instruction]]
@@ -173,6 +174,15 @@ def parse(text: str) -> Program:
     return program
 
 
+def entry_of(text: str) -> str:
+    """The name of the computation with which a program begins."""
+    for line in text.splitlines():
+        opening = _OPENING.match(line)
+        if opening and opening[1]:
+            return opening[2]
+    raise ValueError("`text` must be a program: it has no line that begins with ENTRY.")
+
+
 def _instruction(line: str) -> Instruction | None:
     named = _NAME.match(line)
     if not named:
@@ -196,6 +206,7 @@ def _instruction(line: str) -> Instruction | None:
         shape=line[named.end() : shape_end],
         rest=rest,
         is_root=named[1] is not None,
+        literal=operands if opcode[1] == "constant" else "",
     )
 
 

@@ -135,12 +135,13 @@ _CUDA_LIMITS: dict[str, int] = {
 
 @dataclasses.dataclass(frozen=True)
 class CudaTarget:
-    """Some GPUs of one kind in one machine, all linked with each other.
+    """Some GPUs of one kind: in one machine, all linked with each other, or in several.
 
     Attributes:
         name: What it is called here.
         facts: Of one GPU.
-        devices: Number of GPUs.
+        devices: Number of GPUs in all.
+        machines: Machines that share them equally.
         options: XLA options that a ring needs and that the compiler does not set by itself on these GPUs. (To hide
             messages behind work, it has a scheduler that it turns on only from Hopper on.)
     """
@@ -148,13 +149,14 @@ class CudaTarget:
     name: str
     facts: GpuFacts
     devices: int = 8
+    machines: int = 1
     options: tuple[tuple[str, str], ...] = ()
     platform: Literal["cuda"] = "cuda"
 
     @property
     def topology(self) -> str:
         """Partitions, machines, and GPUs of a machine."""
-        return f"1x1x{self.devices}"
+        return f"1x{self.machines}x{self.devices // self.machines}"
 
     @property
     def architecture(self) -> str:
@@ -254,12 +256,35 @@ Target = TpuTarget | CudaTarget
 
 
 def target_named(name: str) -> Target:
-    """The target of a name: a GPU of `CUDA_TARGETS`, or a TPU topology.
+    """The target of a name: GPUs of `CUDA_TARGETS`, or a TPU topology.
 
     Args:
-        name: Such as ``"H100"`` or ``"v5e:2x4"``.
+        name: Such as ``"H100"`` (eight of them in a machine), ``"cuda:h100:1x8x8"`` (eight such machines) or
+            ``"v5e:2x4"``, which is also ``"tpu:v5e:2x4"``.
 
     Raises:
         ValueError: If there is none of that name.
+
+    Example:
+        >>> target_named("cuda:h100:1x8x8").devices, target_named("tpu:v5p:8x8x8").devices
+        (64, 512)
     """
-    return CUDA_TARGETS[name] if name in CUDA_TARGETS else TpuTarget(name)
+    if name in CUDA_TARGETS:
+        return CUDA_TARGETS[name]
+    platform, _, rest = name.partition(":")
+    if platform == "tpu":
+        return TpuTarget(rest)
+    if platform != "cuda":
+        return TpuTarget(name)
+    gpu, _, topology = rest.partition(":")
+    sizes = topology.split("x") if topology else ["1", "1", "8"]
+    if gpu.upper() not in CUDA_TARGETS or len(sizes) != 3 or sizes[0] != "1" or not all(map(str.isdigit, sizes)):
+        kinds = ", ".join(kind.lower() for kind in CUDA_TARGETS)
+        raise ValueError(
+            f"`name` must be cuda, one of {kinds}, and 1 x machines x GPUs of a machine, such as cuda:h100:1x8x8, "
+            f"got {name!r}."
+        )
+    machines, gpus = int(sizes[1]), int(sizes[2])
+    if not machines * gpus:
+        raise ValueError(f"`name` must have at least one GPU, got {name!r}.")
+    return dataclasses.replace(CUDA_TARGETS[gpu.upper()], devices=machines * gpus, machines=machines)
