@@ -23,7 +23,7 @@ class LongNetConfig:
         features: Width of the residual stream.
         num_heads: Query heads.
         vocab_size: Number of tokens; None for an encoder whose inputs are vectors.
-        input_features: Width of the vectors that an encoder takes instead of tokens, or None.
+        input_features: Width of the vectors that an encoder projects instead of looking up tokens, or None.
         pattern: The branches of the attention, `DilationPattern.longnet()` by default.
         num_kv_heads: Key/value heads, a divisor of `num_heads`; as many by default.
         head_dim: Dimensions per head, ``features // num_heads`` by default.

@@ -165,8 +165,9 @@ class LongNetEncoder(BlockStack):
     """The same blocks, in which every position sees those before and after it: features of tokens or of vectors.
 
     Args:
-        config: The sizes, with a `vocab_size` if the inputs are tokens, or `input_features` if they are vectors (such
-            as those of image patches), which are then projected; not with ``positions="xpos"``.
+        config: The sizes, with a `vocab_size` if the inputs are tokens, with `input_features` if they are vectors that
+            are to be projected (of image patches, say), with neither if they are the stream itself; not with
+            ``positions="xpos"``.
         ring: The devices that share the sequence, or None.
         rngs: Where the parameters come from.
 
@@ -185,19 +186,17 @@ class LongNetEncoder(BlockStack):
     """
 
     def __init__(self, config: LongNetConfig, *, ring: Ring | None = None, rngs: nnx.Rngs) -> None:
-        if (config.vocab_size is None) == (config.input_features is None):
+        if config.vocab_size is not None and config.input_features is not None:
             raise ValueError(
-                "one of `vocab_size` and `input_features` must be given for an encoder, got "
+                "only one of `vocab_size` and `input_features` may be given for an encoder, got "
                 f"{config.vocab_size} and {config.input_features}."
             )
         super().__init__(config, is_causal=False, ring=ring, rngs=rngs)
-        config = self.config
-        self.embed: nnx.Embed | nnx.Linear
-        if config.input_features is None:
-            assert config.vocab_size is not None
-            self.embed = _embedding(config, config.vocab_size, rngs)
-        else:
-            types: dict[str, Any] = {"dtype": config.dtype, "param_dtype": config.param_dtype}
+        self.embed: nnx.Embed | nnx.Linear | None = nnx.data(None)
+        if config.vocab_size is not None:
+            self.embed = _embedding(self.config, config.vocab_size, rngs)
+        elif config.input_features is not None:
+            types: dict[str, Any] = {"dtype": self.config.dtype, "param_dtype": config.param_dtype}
             self.embed = nnx.Linear(config.input_features, config.features, rngs=rngs, **types)
 
     def __call__(
@@ -212,12 +211,14 @@ class LongNetEncoder(BlockStack):
         """Features (B, T, F), or their mean (B, F) over all positions that are not padding.
 
         Args:
-            inputs: Integers (B, T), or vectors (B, T, input_features), in the layout of the ring if there is one.
+            inputs: Integers (B, T), vectors (B, T, input_features) or the stream (B, T, F), in the layout of the ring
+                if there is one.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
             positions: Position of each row, integers (T,) or (B, T); by default that in the sequence.
             pool: Whether the mean is taken.
         """
-        x = self.embed(inputs, out_sharding=self.sharding())
+        dtype, sharding = jnp.dtype(self.config.dtype), self.sharding()
+        x = inputs.astype(dtype) if self.embed is None else self.embed(inputs, out_sharding=sharding)
         x = self.features(x, segment_ids=segment_ids, seq_len=seq_len, positions=positions)
         return self._mean(x, segment_ids, seq_len) if pool else x
 
