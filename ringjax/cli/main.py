@@ -16,6 +16,7 @@ COMMANDS = {
     "draw": "pictures: who sees whom, what is covered, who computes what on a ring",
     "rehearse": "the real program for devices that are not there, made by their compiler, beside the plan",
     "doctor": "versions, devices, a check against the oracle, and a short measurement",
+    "tune": "measures layouts, strategies and block sizes here, and keeps the fastest in a file",
 }
 
 

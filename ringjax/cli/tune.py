@@ -1,0 +1,259 @@
+"""`ringjax tune`: measures layouts, strategies and block sizes on the devices at hand, and keeps the fastest in a file.
+
+ringjax tune --seq-len 64K --causal -o tuning.json
+
+tuning = ringjax.cli.tune.load("tuning.json")
+out = ringjax.dilated_attention(q, k, v, pattern, ring=tuning.ring(mesh), block_sizes=tuning.block_sizes)
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from rich.table import Table
+
+from ringjax.block.backend import Implementation, Target
+from ringjax.block.kernel import BlockSizes
+from ringjax.cli.arguments import Job, add_job_arguments, count, job_of
+from ringjax.cli.doctor import use_devices
+from ringjax.cli.output import emit, seconds_text, table_text
+from ringjax.cli.running import attention_on, median_seconds, on_devices, random_arrays, ring_mesh, with_gradient
+from ringjax.devices import Ring
+from ringjax.geometry import StrategyName
+
+EXAMPLES = """examples:
+  ringjax tune --seq-len 64K --pattern 2K/1,16K/4,T/16 --causal -o tuning.json
+  ringjax tune --cpu-devices 4 --seq-len 8K --pattern 1K/1,T/8 --heads 4 --head-dim 64 --dtype f32 --causal
+then, in Python:
+  tuning = ringjax.cli.tune.load("tuning.json")
+  ringjax.dilated_attention(q, k, v, pattern, ring=tuning.ring(mesh), block_sizes=tuning.block_sizes)
+"""
+_VERSION = 1
+_SIZES: dict[Target, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    "tpu": ((256, 512, 1024, 2048), (256, 512, 1024, 2048)),
+    "gpu": ((32, 64, 128), (32, 64, 128)),
+}
+
+
+class Trial(NamedTuple):
+    """One measurement: what was tried, and the seconds it took, or why there are none."""
+
+    layout: str
+    strategy: str
+    block_sizes: BlockSizes | None
+    is_gradient: bool
+    seconds: float | None
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """The fastest of what was measured, to be handed to `Ring` and `dilated_attention`.
+
+    Attributes:
+        device: Kind of the devices on which it was measured.
+        ring_size: How many of them shared the sequence.
+        layout: The layout.
+        strategy: The strategy.
+        block_sizes: Of the kernels; None for ringjax's choice, or where there are no kernels.
+        about: What was measured.
+        trials: All measurements.
+
+    Example:
+        >>> Tuning("TPU v5p", 1, "contiguous", "auto", BlockSizes(512, 1024)).block_sizes.key
+        1024
+    """
+
+    device: str
+    ring_size: int
+    layout: str
+    strategy: StrategyName
+    block_sizes: BlockSizes | None
+    about: str = ""
+    trials: tuple[Trial, ...] = ()
+
+    def ring(self, mesh: Mesh, **options: Any) -> Ring:  # noqa: ANN401
+        """The ring with this layout and strategy; other options as for `Ring`."""
+        return Ring(mesh, layout=self.layout, strategy=self.strategy, **options)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, fit for JSON."""
+        trials = [{**trial._asdict(), "block_sizes": _plain(trial.block_sizes)} for trial in self.trials]
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**own, "version": _VERSION, "block_sizes": _plain(self.block_sizes), "trials": trials}
+
+    def save(self, path: str | pathlib.Path) -> None:
+        """Writes it to a file, for `load`."""
+        pathlib.Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def __str__(self) -> str:
+        table = Table(title=f"{self.about} on {self.ring_size} x {self.device}")
+        table.title_justify, table.title_style = "left", ""
+        for name in ("layout", "strategy", "blocks (query x key)", "blocks backward", "pass", "time"):
+            table.add_column(name, justify="right" if name == "time" else "left")
+        for trial in self.trials:
+            s = trial.block_sizes
+            sizes = (
+                ("ringjax's", "ringjax's") if s is None else (f"{s.query} x {s.key}", f"{s.grad_query} x {s.grad_key}")
+            )
+            time = trial.error[:40] if trial.seconds is None else seconds_text(trial.seconds)
+            table.add_row(trial.layout, trial.strategy, *sizes, "training" if trial.is_gradient else "forward", time)
+        if any(trial.block_sizes for trial in self.trials):
+            blocks = "ringjax's own" if self.block_sizes is None else str(self.block_sizes)
+        else:
+            blocks = "not measured, as no kernels run here"
+        best = f"Fastest: layout {self.layout}, strategy {self.strategy}; block sizes: {blocks}."
+        return table_text(table) + "\n" + best
+
+
+def load(path: str | pathlib.Path) -> Tuning:
+    """Reads what `ringjax tune` found.
+
+    Args:
+        path: The file.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        ValueError: If it is not one that `ringjax tune` wrote.
+
+    Example:
+        >>> import tempfile, os
+        >>> path = os.path.join(tempfile.mkdtemp(), "tuning.json")
+        >>> Tuning("cpu", 2, "zigzag", "ring", None).save(path)
+        >>> load(path)
+        Tuning(device='cpu', ring_size=2, layout='zigzag', strategy='ring', block_sizes=None, about='', trials=())
+    """
+    try:
+        data = json.loads(pathlib.Path(path).read_text())
+        if data.pop("version") != _VERSION:
+            raise ValueError
+        trials = tuple(Trial(**{**trial, "block_sizes": _sizes(trial["block_sizes"])}) for trial in data["trials"])
+        return Tuning(**{**data, "block_sizes": _sizes(data["block_sizes"]), "trials": trials})
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f"`path` must name a file that this version of `ringjax tune` wrote, got {str(path)!r}."
+        ) from None
+
+
+def _plain(sizes: BlockSizes | None) -> dict[str, int] | None:
+    return None if sizes is None else dataclasses.asdict(sizes)
+
+
+def _sizes(data: dict[str, int] | None) -> BlockSizes | None:
+    return None if data is None else BlockSizes(**data)
+
+
+def tune(
+    job: Job,
+    seconds: float = 1.0,
+    *,
+    implementation: Implementation | None = None,
+    sizes: Sequence[tuple[int, int]] | None = None,
+) -> Tuning:
+    """Measures an attention with different layouts, strategies and, where kernels run, block sizes.
+
+    Args:
+        job: The attention; its ring is that of the devices at hand.
+        seconds: How long to measure each.
+        implementation: As for `dilated_attention`: to tune kernels that are interpreted, which is for tests.
+        sizes: Rows of query and key blocks to try, or None for a usual choice.
+
+    Returns:
+        The fastest of each, and all measurements.
+    """
+    bench = _Bench(job, seconds, implementation)
+    trials = [bench.trial(layout, strategy, None) for layout, strategy in _ways(job)]
+    best = _fastest(trials)
+    target = _target(implementation)
+    chosen = None
+    if target is not None and all(b.kernels[target] == "pallas" for b in job.plan().branches):
+        tried = list(itertools.product(*_SIZES[target])) if sizes is None else list(sizes)
+        measure: Callable[..., Trial] = lambda s, g: bench.trial(best.layout, best.strategy, s, is_gradient=g)  # noqa: E731
+        forward = [measure(None, False), *(measure(BlockSizes(q, k), False) for q, k in tried)]
+        first = _fastest(forward).block_sizes
+        base = (first.query, first.key) if first else None
+        both = [measure(BlockSizes(*(base or (q, k)), q, k), True) for q, k in tried]
+        trials += forward + both
+        chosen = _fastest([best, *both]).block_sizes
+    device = jax.devices()[0].device_kind
+    about = f"{job.seq_len:,} tokens, {job.num_heads} heads of {job.head_dim}, {job.dtype}, {job.pattern!r}"
+    return Tuning(device, job.ring_size, best.layout, best.strategy, chosen, about, tuple(trials))  # type: ignore[arg-type]
+
+
+def _ways(job: Job) -> Iterator[tuple[str, str]]:
+    """Layouts and strategies that differ in what they do."""
+    seen = set()
+    for layout in ("contiguous", "zigzag") if job.ring_size > 1 else ("contiguous",):
+        for strategy in ("auto", "ring", "gather") if job.ring_size > 1 else ("auto",):
+            plan = dataclasses.replace(job, layout=layout, strategy=strategy).plan()
+            what = layout, tuple(branch.where for branch in plan.branches)
+            if what not in seen:
+                seen.add(what)
+                yield layout, strategy
+
+
+def _target(implementation: Implementation | None) -> Target | None:
+    """Whose kernels run here, if any do."""
+    where = implementation.removeprefix("interpret_") if implementation else jax.default_backend()
+    return "tpu" if where == "tpu" else "gpu" if where == "gpu" else None
+
+
+def _fastest(trials: Sequence[Trial]) -> Trial:
+    done = [trial for trial in trials if trial.seconds is not None]
+    if not done:
+        raise ValueError(f"nothing could be measured: {trials[0].error}")
+    return min(done, key=lambda trial: trial.seconds or 0.0)
+
+
+class _Bench:
+    """The arrays and devices of a job."""
+
+    def __init__(self, job: Job, seconds: float, implementation: Implementation | None) -> None:
+        self.job, self.seconds, self.implementation = job, seconds, implementation
+        self.arrays = random_arrays(job.seq_len, job.num_heads, job.head_dim, job.num_kv_heads, job.batch)
+        self.mesh = ring_mesh(jax.devices()[: job.ring_size])
+
+    def trial(self, layout: str, strategy: str, sizes: BlockSizes | None, *, is_gradient: bool = True) -> Trial:
+        ring = Ring(self.mesh, layout=layout, strategy=strategy)  # type: ignore[arg-type]
+        options: dict[str, Any] = {"implementation": self.implementation, "block_sizes": sizes}
+        arrays = [on_devices(x, jnp.dtype(self.job.dtype), ring) for x in self.arrays]
+        if arrays[0].shape[1] > self.job.seq_len:
+            options["seq_len"] = self.job.seq_len
+        attention = attention_on(ring, self.job.pattern, self.job.is_causal, **options)
+        program = with_gradient(attention) if is_gradient else jax.jit(attention)
+        try:
+            took = median_seconds(program, *(arrays if is_gradient else arrays[:3]), budget=self.seconds)
+        except (RuntimeError, NotImplementedError, ValueError) as error:  # blocks that do not fit into a kernel
+            return Trial(layout, strategy, sizes, is_gradient, None, " ".join(str(error).split())[:200])
+        return Trial(layout, strategy, sizes, is_gradient, took)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ringjax tune`."""
+    add_job_arguments(parser, seq_len="16K", ring=None)
+    parser.add_argument("--ring", type=count, metavar="P", help="devices that share the sequence (all)")
+    parser.add_argument("--cpu-devices", type=count, metavar="N", help="use so many CPU devices of this machine")
+    parser.add_argument("--seconds", type=float, default=1.0, help="how long to measure each (%(default)s)")
+    parser.add_argument("-o", "--output", type=pathlib.Path, default="ringjax-tuning.json", help="(%(default)s)")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`ringjax tune`."""
+    use_devices(options.cpu_devices)
+    ring = options.ring or jax.device_count()
+    if ring > jax.device_count():
+        raise ValueError(f"--ring must be at most {jax.device_count()}, the devices at hand, got {ring}")
+    found = tune(job_of(options, ring_size=ring), options.seconds)
+    found.save(options.output)
+    data = {"command": "tune", "file": str(options.output), **found.to_dict()}
+    emit(options, data, f"{found}\nKept in {options.output}.")
+    return 0
