@@ -71,7 +71,6 @@ class AttentionFn:
         input_positions: Array | None = None,
     ) -> Array:
         """Dilated attention of arrays (batch..., length, heads, dim), or an error that says what it cannot do."""
-        del broadcast_dropout, dropout_rng  # ways of a dropout that is not active
         del force_fp32_for_softmax  # always so
         own_products = "the products are those of ringjax"
         _refuse(
@@ -83,9 +82,10 @@ class AttentionFn:
             attn_weights_value_einsum=(attn_weights_value_einsum, own_products),
             input_positions=(input_positions, "rotate queries and keys before, see `ringjax.rotary`"),
         )
-        if not deterministic and dropout_rate > 0:
+        is_dropping = not deterministic and dropout_rate > 0
+        if is_dropping and broadcast_dropout:
             raise NotImplementedError(
-                f"`dropout_rate` must be 0 where `deterministic` is False (no dropout yet), got {dropout_rate}."
+                "`broadcast_dropout` must be False with active dropout (each weight is dropped on its own), got True."
             )
         if precision not in (None, "default", lax.Precision.DEFAULT):
             raise NotImplementedError(f"`precision` must be None or the default, got {precision!r}.")
@@ -106,6 +106,8 @@ class AttentionFn:
             is_causal=self.is_causal,
             seq_len=self.seq_len,
             scale=self.scale,
+            dropout_rate=dropout_rate if is_dropping else 0.0,
+            dropout_rng=dropout_rng if is_dropping else None,
             ring=self.ring,
             implementation=self.implementation,
             block_sizes=self.block_sizes,
@@ -125,9 +127,9 @@ def attention_fn(
 ) -> AttentionFn:
     """Dilated attention for the argument `attention_fn` of stock Flax attention layers, nnx and linen.
 
-    What Flax asks for in a call is honoured (`dtype`, `deterministic`) or refused, never ignored: a dense `mask`, a
-    `bias`, active dropout, sown weights and another `precision` raise. The value of `is_causal` here is the one that
-    holds: a call that asks for a causal attention where it is False raises.
+    What Flax asks for in a call is honoured (`dtype`, `deterministic`, dropout with `broadcast_dropout=False`) or
+    refused, never ignored: a dense `mask`, a `bias`, sown weights and another `precision` raise. The value of
+    `is_causal` here is the one that holds: a call that asks for a causal attention where it is False raises.
 
     Args:
         pattern, is_causal, seq_len, scale, ring, implementation, block_sizes: As for `dilated_attention`.

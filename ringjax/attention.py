@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from ringjax import joint
+from ringjax import dropout, joint
 from ringjax.block.backend import Backend, Implementation
 from ringjax.block.kernel import BlockSizes
-from ringjax.checks import AttentionShape, check_inputs
+from ringjax.checks import AttentionShape, check_dropout, check_inputs
 from ringjax.devices import Ring, axes, check_ring_options
 from ringjax.geometry import StrategyName
 from ringjax.joint import Config, RingPlace
@@ -37,6 +37,8 @@ def dilated_attention(
     segment_ids: Array | None = None,
     seq_len: int | None = None,
     scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
     ring: Ring | None = None,
     implementation: Implementation | None = None,
     block_sizes: BlockSizes | None = None,
@@ -59,6 +61,10 @@ def dilated_attention(
             equals the same document alone only if it starts at a multiple of every segment length.
         seq_len: True length, at most T: later rows are padding as above, and segments are clamped to it.
         scale: Factor on the scores, ``1 / sqrt(H)`` by default.
+        dropout_rate: Share of the attention weights that is dropped, below 1; the others are divided by what is left.
+            Which ones is a function of `dropout_rng`, batch entry, head, query, key and branch: the same on any ring
+            and in any layout. In plain XLA only.
+        dropout_rng: A key of `jax.random`, where `dropout_rate` is above 0.
         ring: The devices that share the sequence, or None for one device. All arrays are then in the ring's layout
             (`to_layout`), and stay sharded over it.
         implementation: None for the kernels of the platform on which the program runs where they apply, and plain XLA
@@ -82,22 +88,24 @@ def dilated_attention(
         (1, 64, 4, 8)
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
-    config = Config(pattern, is_causal, shape.scale, _backend(implementation, block_sizes))
+    words = _dropout_words(dropout_rate, dropout_rng)
+    config = _config(pattern, is_causal, shape, dropout_rate, implementation, block_sizes)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
     if ring is None:
-        return _on_one_device(config, shape, query, key, value, ids)
+        return _on_one_device(config, shape, query, key, value, ids, words)
     place = _checked_place(ring, query, key, value, ids)
     if all(ring.size(name) == 1 for name in ("axis_name", "batch_axis", "head_axis")):
         whole = jax.eval_shape(_grouped, query, key)
         dataclasses.replace(config, ring=place).plan(whole, ids is not None)  # checks the memory budget
-        return _on_one_device(config, shape, query, key, value, ids)
+        return _on_one_device(config, shape, query, key, value, ids, words)
 
-    def local(query: Array, key: Array, value: Array, *ids: Array) -> Array:
-        return _on_ring(config, place, shape, query, key, value, ids[0] if ids else None)
+    def local(query: Array, key: Array, value: Array, ids: Array | None, words: Array | None) -> Array:
+        seeds = _seeds(words, query, ring.batch_axis, ring.head_axis)
+        return _on_ring(config, place, shape, query, key, value, ids, seeds)
 
     is_checked = not config.backend.is_interpreted  # interpreted kernels lose track of what varies
-    return _sharded(ring, local, ring.spec(), query, key, value, ids, is_checked)
+    return _sharded(ring, local, ring.spec(), (query, key, value), ids, words, is_checked)
 
 
 def count_tiles(
@@ -133,12 +141,12 @@ def count_tiles(
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, None)
     place = _checked_place(ring, query, key, value, segment_ids)
 
-    def local(query: Array, key: Array, value: Array, *ids: Array) -> Array:
+    def local(query: Array, key: Array, value: Array, ids: Array | None, words: None) -> Array:
         config = Config(pattern, is_causal, shape.scale, Backend("xla"))
-        given = _prepared(config, place, shape, query, key, value, ids[0] if ids else None)
-        return joint.count_tiles(*given).reshape(1, 1, 1)
+        given = _prepared(config, place, shape, query, key, value, ids, words)
+        return joint.count_tiles(*given[:5]).reshape(1, 1, 1)
 
-    return _sharded(ring, local, PartitionSpec(*ring.spec()[:3]), query, key, value, segment_ids)
+    return _sharded(ring, local, PartitionSpec(*ring.spec()[:3]), (query, key, value), segment_ids)
 
 
 def ring_dilated_attention(
@@ -150,10 +158,13 @@ def ring_dilated_attention(
     axis_name: AxisName = "ring",
     layout: str = "contiguous",
     head_axis: AxisName | None = None,
+    batch_axis: AxisName | None = None,
     is_causal: bool = False,
     segment_ids: Array | None = None,
     seq_len: int | None = None,
     scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
     strategy: StrategyName = "auto",
     memory_budget: int | None = None,
     implementation: Implementation | None = None,
@@ -169,10 +180,12 @@ def ring_dilated_attention(
         axis_name: The mesh axis over which the sequence is sharded, or several, taken together.
         layout: Order of the sequence over the devices, ``"contiguous"`` or ``"zigzag"``.
         head_axis: The mesh axis over which the heads are sharded, if any.
+        batch_axis: The mesh axis over which the batch is sharded, if any; only dropout has to know.
         segment_ids: This device's integers (B, T / p).
         seq_len: True length of the whole sequence.
         is_causal, scale, implementation, block_sizes: As for `dilated_attention`; interpreted kernels need
             `check_vma=False`.
+        dropout_rate, dropout_rng: As for `dilated_attention`; the same key on all devices.
         strategy, memory_budget: As for `Ring`.
 
     Returns:
@@ -192,10 +205,12 @@ def ring_dilated_attention(
         >>> jax.shard_map(f, mesh=mesh, in_specs=spec, out_specs=spec)(q, k, v).shape
         (1, 64, 4, 8)
     """
-    check_ring_options({"axis_name": axis_name, "head_axis": head_axis}, layout, strategy, memory_budget)
+    named = {"axis_name": axis_name, "head_axis": head_axis, "batch_axis": batch_axis}
+    check_ring_options(named, layout, strategy, memory_budget)
     ring_size, head_shards = _axis_size("axis_name", axis_name), _axis_size("head_axis", head_axis)
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
-    config = Config(pattern, is_causal, shape.scale, _backend(implementation, block_sizes))
+    words = _dropout_words(dropout_rate, dropout_rng)
+    config = _config(pattern, is_causal, shape, dropout_rate, implementation, block_sizes)
     layout = layout_for(layout, ring_size)
     chunks = layout_named(layout).chunks
     if query.shape[1] % chunks:
@@ -203,16 +218,24 @@ def ring_dilated_attention(
             f"`query` length per device must be a multiple of {chunks} for layout {layout!r}, got {query.shape[1]}."
         )
     place = RingPlace(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards)
-    return _on_ring(config, place, shape, query, key, value, segment_ids)
+    seeds = _seeds(words, query, batch_axis, head_axis)
+    return _on_ring(config, place, shape, query, key, value, segment_ids, seeds)
 
 
 def _on_one_device(
-    config: Config, shape: AttentionShape, query: Array, key: Array, value: Array, ids: Array | None
+    config: Config,
+    shape: AttentionShape,
+    query: Array,
+    key: Array,
+    value: Array,
+    ids: Array | None,
+    words: Array | None,
 ) -> Array:
     """All arrays whole: padding at the end is left out of the work."""
     query, key, value = (x[:, : shape.length] for x in (query, key, value))
     ids = None if ids is None else ids[:, : shape.length]
-    out = joint.attention(config, _grouped(query, key), key, value, ids).reshape(query.shape)
+    seeds = _grouped_seeds(_seeds(words, query, None, None), key)
+    out = joint.attention(config, _grouped(query, key), key, value, ids, seeds).reshape(query.shape)
     padding = shape.stored_length - shape.length
     return jnp.pad(out, [(0, 0), (0, padding), (0, 0), (0, 0)]) if padding else out
 
@@ -228,17 +251,16 @@ def _sharded(
     ring: Ring,
     local: Callable[..., Array],
     out_spec: PartitionSpec,
-    query: Array,
-    key: Array,
-    value: Array,
+    arrays: tuple[Array, Array, Array],
     ids: Array | None,
+    words: Array | None = None,
     check_vma: bool = True,
 ) -> Array:
-    """`local` on each device's share of the arrays."""
-    spec, given = ring.spec(), () if ids is None else (ids,)
-    specs = (spec, spec, spec, *(PartitionSpec(*spec[:2]) for _ in given))
+    """`local` on each device's share of query, key, value and ids, and on the words of dropout."""
+    spec = ring.spec()
+    specs = (spec, spec, spec, PartitionSpec(*spec[:2]), PartitionSpec())
     sharded = jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=out_spec, check_vma=check_vma)
-    return sharded(query, key, value, *given)
+    return sharded(*arrays, ids, words)
 
 
 def _on_ring(
@@ -249,9 +271,10 @@ def _on_ring(
     key: Array,
     value: Array,
     ids: Array | None,
+    seeds: Array | None,
 ) -> Array:
     """What each device does inside `shard_map`."""
-    return joint.attention(*_prepared(config, place, shape, query, key, value, ids)).reshape(query.shape)
+    return joint.attention(*_prepared(config, place, shape, query, key, value, ids, seeds)).reshape(query.shape)
 
 
 def _prepared(
@@ -262,7 +285,8 @@ def _prepared(
     key: Array,
     value: Array,
     ids: Array | None,
-) -> tuple[Config, Array, Array, Array, Array | None]:
+    seeds: Array | None,
+) -> tuple[Config, Array, Array, Array, Array | None, Array | None]:
     """A device's share as `joint` takes it; padding at the end of the sequence gets ids of its own."""
     config = dataclasses.replace(config, ring=place)
     if ids is not None:
@@ -272,10 +296,10 @@ def _prepared(
     if shape.length < shape.stored_length:
         config = dataclasses.replace(config, seq_len=shape.length)
         given = jnp.zeros(query.shape[:2], jnp.int32) if ids is None else ids
-        inside = _positions(place, query.shape[1]) < shape.length
+        inside = place.positions(query.shape[1]) < shape.length
         ids = jnp.where(inside[None, :], given, -1)
     (query, key, value, _), ids = alike((query, key, value, lax.axis_index(place.axis_name)), ids)
-    return config, _grouped(query, key), key, value, ids
+    return config, _grouped(query, key), key, value, ids, _grouped_seeds(seeds, key)
 
 
 def _grouped(query: Array, key: Array) -> Array:
@@ -284,11 +308,24 @@ def _grouped(query: Array, key: Array) -> Array:
     return query.reshape(batch, length, key.shape[2], heads // key.shape[2], dim)
 
 
-def _positions(place: RingPlace, length: int) -> Array:
-    """Original position of each row of this device."""
-    layout, me = layout_named(place.layout), lax.axis_index(place.axis_name)
-    chunk = jnp.arange(length // layout.chunks, dtype=jnp.int32)
-    return jnp.concatenate([start + chunk for start in layout.starts(me, place.axis_size, len(chunk))])
+def _grouped_seeds(seeds: Array | None, key: Array) -> Array | None:
+    """Seeds (B, N) as (B, K, G)."""
+    return None if seeds is None else seeds.reshape(seeds.shape[0], key.shape[2], -1)
+
+
+def _dropout_words(rate: float, rng: Array | None) -> Array | None:
+    """The two words to which the key of an active dropout comes down."""
+    check_dropout(rate, rng)
+    return None if rng is None or rate == 0 else dropout.words_of(rng)
+
+
+def _seeds(words: Array | None, query: Array, batch_axis: AxisName | None, head_axis: AxisName | None) -> Array | None:
+    """The seeds of the batch entries and heads that are here, where entries and heads are sharded over these axes."""
+    if words is None:
+        return None
+    batch, _, heads, _ = query.shape
+    nth = [0 if axis is None else lax.axis_index(axis) for axis in (batch_axis, head_axis)]
+    return dropout.seeds_of(words, batch, heads, nth[0] * batch, nth[1] * heads)
 
 
 def _axis_size(name: str, value: AxisName | None) -> int:
@@ -296,6 +333,25 @@ def _axis_size(name: str, value: AxisName | None) -> int:
         return 1 if value is None else lax.axis_size(value)
     except NameError:
         raise ValueError(f"`{name}` must name axes of the `shard_map` around the call, got {axes(value)}.") from None
+
+
+def _config(
+    pattern: DilationPattern,
+    is_causal: bool,
+    shape: AttentionShape,
+    dropout_rate: float,
+    implementation: Implementation | None,
+    block_sizes: BlockSizes | None,
+) -> Config:
+    backend = _backend(implementation, block_sizes)
+    if dropout_rate > 0:
+        if implementation not in (None, "xla"):
+            raise NotImplementedError(
+                f'`implementation` must be None or "xla" with `dropout_rate` above 0, which the kernels do not have, '
+                f"got {implementation!r}."
+            )
+        backend = Backend("xla")
+    return Config(pattern, is_causal, shape.scale, backend, dropout_rate=float(dropout_rate))
 
 
 def _backend(implementation: Implementation | None, block_sizes: BlockSizes | None) -> Backend:

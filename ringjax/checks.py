@@ -85,6 +85,21 @@ def check_inputs(
     return AttentionShape(batch, length, true_length, kv_heads, heads // kv_heads, dim, float(scale))
 
 
+def check_rate(rate: float) -> None:
+    """Checks a rate of dropout."""
+    if not _is_finite_number(rate) or not 0 <= rate < 1:
+        raise ValueError(
+            f"`dropout_rate` must be a number from 0 to below 1, known before the program runs, got {rate!r}."
+        )
+
+
+def check_dropout(rate: float, rng: Array | None) -> None:
+    """Checks the arguments of dropout."""
+    check_rate(rate)
+    if rate > 0 and not hasattr(rng, "dtype"):
+        raise ValueError(f"`dropout_rng` must be a key of `jax.random` with `dropout_rate` above 0, got {rng!r}.")
+
+
 def _is_finite_number(value: object) -> bool:
     if isinstance(value, bool):
         return False

@@ -15,9 +15,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
-from ringjax import softmax
+from ringjax import dropout, softmax
 from ringjax.block import hops, local, xla
 from ringjax.block.backend import Backend, Case, Kernels, case_of
+from ringjax.dropout import Stamps
 from ringjax.geometry import Request, StrategyName
 from ringjax.indices import PartTable
 from ringjax.journey import Cargo, Journey, Shard
@@ -44,6 +45,12 @@ class RingPlace:
     head_axis: AxisName | None
     head_shards: int
 
+    def positions(self, length: int) -> Array:
+        """Original position of each of the rows that this device holds."""
+        layout, me = layout_named(self.layout), lax.axis_index(self.axis_name)
+        chunk = jnp.arange(length // layout.chunks, dtype=jnp.int32)
+        return jnp.concatenate([start + chunk for start in layout.starts(me, self.axis_size, len(chunk))])
+
 
 @dataclasses.dataclass(frozen=True)
 class Config:
@@ -55,6 +62,7 @@ class Config:
     backend: Backend
     ring: RingPlace | None = None
     seq_len: int | None = None  # of the whole sequence, where it is shorter than what is stored
+    dropout_rate: float = 0.0
 
     def plan(self, query: Array | jax.ShapeDtypeStruct, has_ids: bool) -> Plan:
         """The plan for a query (B, c, K, G, H)."""
@@ -84,7 +92,9 @@ class Config:
     def options(self, query: Array) -> xla.BlockOptions:
         """Sizes and options of the local branches."""
         batch, length, kv_heads, group, _ = query.shape
-        return xla.BlockOptions(batch, length, kv_heads, group, self.is_causal, self.scale, self.divisor)
+        return xla.BlockOptions(
+            batch, length, kv_heads, group, self.is_causal, self.scale, self.divisor, self.dropout_rate
+        )
 
     @property
     def divisor(self) -> int:
@@ -95,10 +105,11 @@ class Config:
         """What is to be done on a shard."""
         branches = self.plan(shard.query, shard.ids is not None).branches
         tables = [self._for_heads(table, shard.query) for branch in branches for table in branch.tables]
-        return Work(tables, [self._journey(b, shard.query) for b in branches if b.shard is not None])
+        return Work(tables, [self._journey(b, shard) for b in branches if b.shard is not None])
 
-    def _journey(self, branch: BranchPlan, query: Array) -> Journey:
+    def _journey(self, branch: BranchPlan, shard: Shard) -> Journey:
         assert self.ring is not None and branch.shard is not None
+        query = shard.query
         return Journey(
             branch,
             self._for_heads(branch.shard, query),
@@ -111,6 +122,8 @@ class Config:
             self.scale,
             self.divisor,
             self.backend,
+            shard.seeds,
+            self.dropout_rate,
         )
 
     def _for_heads(self, table: Table, query: Array) -> Table:
@@ -136,9 +149,9 @@ Residuals = tuple[Shard, Array, Array, tuple[Array, ...]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(config: Config, query: Array, key: Array, value: Array, ids: Array | None) -> Array:
-    """The attention (B, c, K, G, H) of query (B, c, K, G, H) over key and value (B, c, K, H), ids (B, c) or None."""
-    return _forward(config, Shard(query, key, value, ids))[0]
+def attention(config: Config, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None) -> Array:
+    """The attention (B, c, K, G, H) of what the arguments of a `Shard` say."""
+    return _forward(config, Shard(query, key, value, ids, seeds))[0]
 
 
 def count_tiles(config: Config, query: Array, key: Array, value: Array, ids: Array | None) -> Array:
@@ -204,11 +217,13 @@ def _forward_local(config: Config, work: Work, shard: Shard, merged: Partial) ->
         def by_xla(merged: Partial, table: PartTable = table) -> tuple[Partial, Array | None]:
             views = Partial(*(segmented(x, table) for x in merged))
             is_first = work.is_first(table)
-            new, own = xla.forward(_segmented(shard, table), views, table, options, is_first=is_first, keep_rows=keep)
+            new, own = xla.forward(
+                _segmented(config, shard, table), views, table, options, is_first=is_first, keep_rows=keep
+            )
             return Partial(*(x.reshape(y.shape) for x, y in zip(new, merged, strict=True))), own
 
         def by_kernel(kernels: Kernels, merged: Partial, table: PartTable = table) -> tuple[Partial, Array | None]:
-            return local.forward(kernels, local.Dense(*shard), merged, table, options, keep_rows=keep)
+            return local.forward(kernels, local.Dense(*shard[:4]), merged, table, options, keep_rows=keep)
 
         with jax.named_scope(_name("branch", table)):
             merged, own = config.backend.run(_case(shard, table), merged, by_xla, by_kernel)
@@ -217,14 +232,14 @@ def _forward_local(config: Config, work: Work, shard: Shard, merged: Partial) ->
 
 
 def _attention_fwd(
-    config: Config, query: Array, key: Array, value: Array, ids: Array | None
+    config: Config, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None
 ) -> tuple[Array, Residuals]:
-    shard = Shard(query, key, value, ids)
+    shard = Shard(query, key, value, ids, seeds)
     out, lse, rows, _ = _forward(config, shard)
     return out, (shard, out, lse, rows)
 
 
-def _attention_bwd(config: Config, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array, None]:
+def _attention_bwd(config: Config, residuals: Residuals, dout: Array) -> tuple[Array, Array, Array, None, None]:
     """Branches that travel in one piece come first: their last message travels while the local ones are computed."""
     shard, out, lse, rows = residuals
     work = config.work(shard)
@@ -247,7 +262,7 @@ def _attention_bwd(config: Config, residuals: Residuals, dout: Array) -> tuple[A
                 grads = _backward_pieces(journey, views[journey], grads, own.get(journey))
             grads = xla.Grads(*(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True)))
     dq, dk, dv = (g.astype(shard.query.dtype) for g in grads)
-    return dq, dk, dv, None
+    return dq, dk, dv, None, None
 
 
 class _Views(NamedTuple):
@@ -298,14 +313,14 @@ def _backward_local(
             views = xla.Grads(*(segmented(x, table) for x in grads))
             out = out if own is None else to_bits(own)
             is_first = work.is_first(table)
-            given = _segmented(shard, table), out, lse, dout, views, table, options
+            given = _segmented(config, shard, table), out, lse, dout, views, table, options
             sums = xla.backward(*given, is_first=is_first, own_rows=own is not None)
             return xla.Grads(*(x.reshape(y.shape) for x, y in zip(sums, grads, strict=True)))
 
         def by_kernel(
             kernels: Kernels, grads: xla.Grads, table: PartTable = table, own: Array | None = own
         ) -> xla.Grads:
-            return local.backward(kernels, local.Dense(*shard), own, *joint, grads, table, options)
+            return local.backward(kernels, local.Dense(*shard[:4]), own, *joint, grads, table, options)
 
         with jax.named_scope(_name("branch_grad", table)):
             grads = config.backend.run(_case(shard, table), grads, by_xla, by_kernel)
@@ -319,9 +334,20 @@ def _case(shard: Shard, table: PartTable) -> Case:
 attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-def _segmented(shard: Shard, table: PartTable) -> xla.Inputs:
-    q, k, v = (segmented(to_bits(x), table) for x in shard[:3])
-    return xla.Inputs(q, k, v, None if shard.ids is None else segmented(shard.ids, table))
+def _segmented(config: Config, shard: Shard, table: PartTable) -> xla.Inputs:
+    q, k, v = (segmented(to_bits(x), table) for x in (shard.query, shard.key, shard.value))
+    ids = None if shard.ids is None else segmented(shard.ids, table)
+    return xla.Inputs(q, k, v, ids, _segmented_stamps(config, shard, table))
+
+
+def _segmented_stamps(config: Config, shard: Shard, table: PartTable) -> Stamps | None:
+    if shard.seeds is None:
+        return None
+    batch, length = shard.query.shape[:2]
+    positions = jnp.arange(length, dtype=jnp.int32) if config.ring is None else config.ring.positions(length)
+    queries = dropout.query_stamps(shard.seeds[:, None], positions[None, :, None, None], table.branch)
+    keys = jnp.broadcast_to(dropout.key_stamps(positions), (batch, length))
+    return Stamps(segmented(queries, table), segmented(keys, table))
 
 
 def _name(what: str, table: PartTable | ShardRows) -> str:

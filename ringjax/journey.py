@@ -11,11 +11,12 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringjax import softmax
+from ringjax import dropout, softmax
 from ringjax.block import hops, meet
 from ringjax.block.backend import Backend, Case, case_of
 from ringjax.block.hops import KeyRows, Meeting, Queries, Visits
 from ringjax.block.walk import Walk
+from ringjax.dropout import Stamps
 from ringjax.layout import Layout
 from ringjax.plan import BranchPlan
 from ringjax.ring import AxisName, Circle, Strategy
@@ -26,12 +27,21 @@ from ringjax.visits import starts, visits
 
 
 class Shard(NamedTuple):
-    """What a device holds: query (B, c, K, G, H), key and value (B, c, K, H), ids (B, c) or None; or views of them."""
+    """What a device holds, or views of it.
+
+    Attributes:
+        query: (B, c, K, G, H).
+        key: (B, c, K, H).
+        value: (B, c, K, H).
+        ids: Segment ids (B, c), or None.
+        seeds: For dropout, of each head (B, K, G), or None.
+    """
 
     query: Array
     key: Array
     value: Array
     ids: Array | None
+    seeds: Array | None = None
 
 
 Cargo = KeyRows | tuple[Array, Array, Array | None]
@@ -52,6 +62,8 @@ class Journey:
     scale: float
     divisor: int
     backend: Backend
+    seeds: Array | None = None  # for dropout
+    dropout_rate: float = 0.0
 
     @property
     def circle(self) -> Circle:
@@ -66,7 +78,7 @@ class Journey:
     def view_shard(self, shard: Shard) -> Shard:
         """The same for all that a device holds."""
         query, key, value = self.view(*shard[:3])
-        return Shard(query, key, value, None if shard.ids is None else self.rows.view(shard.ids))
+        return Shard(query, key, value, None if shard.ids is None else self.rows.view(shard.ids), shard.seeds)
 
     def piece(self, index: Array) -> Journey:
         """The part of the heads that travels after `index` others."""
@@ -89,8 +101,9 @@ class Journey:
         acc = softmax.accumulator(queries.q.dtype)
 
         def visit(found: hops.Found, keys: KeyRows, device: Array, is_own: bool) -> hops.Found:
+            stamps = self._stamps(self._me, device)
             for pairs in self._visits(self._me, device, is_own):
-                found = self._meet(found, queries, keys, pairs)
+                found = self._meet(found, self._meeting(queries, keys, pairs, stamps))
             return found
 
         empty = softmax.empty_like(jnp.zeros_like(queries.q, dtype=acc))
@@ -120,21 +133,22 @@ class Journey:
         dq, dkv = jnp.zeros_like(queries.q, dtype=acc), jnp.zeros_like(keys.kv, dtype=acc)
 
         def meet(
-            sums: tuple[Array, Array], queries: Queries, keys: KeyRows, pairs: list[Visits]
+            sums: tuple[Array, Array], queries: Queries, keys: KeyRows, devices: tuple[Array, Array], is_own: bool
         ) -> tuple[Array, Array]:
-            for some in pairs:
-                sums = self._meet_backward(sums, queries, keys, some)
+            stamps = self._stamps(*devices)
+            for pairs in self._visits(*devices, is_own):
+                sums = self._meet_backward(sums, self._meeting(queries, keys, pairs, stamps))
             return sums
 
         def keys_come(dq: Array, dkv: Array, keys: KeyRows, device: Array, is_own: bool) -> tuple[Array, Array]:
-            return meet((dq, dkv), queries, keys, self._visits(self._me, device, is_own))
+            return meet((dq, dkv), queries, keys, (self._me, device), is_own)
 
         def queries_come(
             dkv: Array, dq: Array, cargo: tuple[Array, Array, Array | None], device: Array, is_own: bool
         ) -> tuple[Array, Array]:
             (q, dout), (lse, delta), ids = cargo
             arrived = Queries(q, ids, dout, lse, delta)
-            dq, dkv = meet((dq, dkv), arrived, keys, self._visits(device, self._me, is_own))
+            dq, dkv = meet((dq, dkv), arrived, keys, (device, self._me), is_own)
             return dkv, dq
 
         if self.branch.moves == "keys":
@@ -142,23 +156,22 @@ class Journey:
         dkv, dq = self.circle.sum_all(self.cargo(queries, keys), begun, dq, dkv, queries_come)
         return dq, dkv
 
-    def _meet(self, found: hops.Found, queries: Queries, keys: KeyRows, pairs: Visits) -> hops.Found:
+    def _meeting(self, queries: Queries, keys: KeyRows, pairs: Visits, stamps: Stamps | None) -> Meeting:
+        return Meeting(queries, keys, pairs, self._walk(pairs), self.scale, self.divisor, stamps)
+
+    def _meet(self, found: hops.Found, meeting: Meeting) -> hops.Found:
         """What the queries find in one visit, merged in."""
-        meeting = Meeting(queries, keys, pairs, self._walk(pairs), self.scale, self.divisor)
         return self.backend.run(
-            self._case(queries),
+            self._case(meeting.queries),
             found,
             lambda found: hops.forward(found, meeting, len(self.rows.heads)),
             lambda kernels, found: hops.Found(meet.forward(kernels, found.partial, meeting, self._full), found.tiles),
         )
 
-    def _meet_backward(
-        self, sums: tuple[Array, Array], queries: Queries, keys: KeyRows, pairs: Visits
-    ) -> tuple[Array, Array]:
+    def _meet_backward(self, sums: tuple[Array, Array], meeting: Meeting) -> tuple[Array, Array]:
         """The gradients of one visit, added."""
-        meeting = Meeting(queries, keys, pairs, self._walk(pairs), self.scale, self.divisor)
         return self.backend.run(
-            self._case(queries),
+            self._case(meeting.queries),
             sums,
             lambda sums: hops.backward(sums, meeting, len(self.rows.heads)),
             lambda kernels, sums: meet.backward(kernels, sums, meeting, self._full),
@@ -191,7 +204,22 @@ class Journey:
     def _walk(self, pairs: Visits) -> Walk:
         is_causal = self.is_causal and (pairs.is_diagonal or pairs.places is not None)
         is_ragged = self.rows.sizes.padded(self.rows.rows) != self.rows.rows
-        return Walk(self.rows.sizes, self.rows.rows, self.group, is_causal, is_ragged)
+        return Walk(self.rows.sizes, self.rows.rows, self.group, is_causal, is_ragged, self.dropout_rate)
+
+    def _stamps(self, query_device: Array, key_device: Array) -> Stamps | None:
+        """Stamps of the rows of two devices, queries (N, C, n * G) and keys (N, C, n): nobody has to send them."""
+        if self.seeds is None:
+            return None
+        mine, theirs = (
+            self.rows.places(starts(self.rows, self.layout, self.axis_size, device), missing=0)[..., 1]
+            for device in (query_device, key_device)
+        )  # (C, heads, n)
+        seeds = jnp.moveaxis(self.seeds[:, jnp.asarray(self.rows.heads)], 1, 0)[:, :, None, None]  # (heads, B, 1, 1, G)
+        places = jnp.moveaxis(mine, 1, 0)[:, None, :, :, None]
+        queries = dropout.query_stamps(seeds, places, self.rows.branch)
+        batch, chunks, rows = self.seeds.shape[0], self.rows.chunks, self.rows.rows
+        keys = jnp.repeat(jnp.moveaxis(dropout.key_stamps(theirs), 1, 0), batch, axis=0)
+        return Stamps(queries.reshape(-1, chunks, rows * self.group), keys)
 
     def _ids(self, shard: Shard) -> Array | None:
         if shard.ids is None:

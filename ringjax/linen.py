@@ -33,6 +33,8 @@ class DilatedSelfAttention(nn.Module):
         is_causal: Whether a position sees only itself and those before.
         positions: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
         sub_norm: Whether the concatenated heads are normalized (layer norm) before the output projection.
+        dropout_rate: Share of the attention weights that is dropped in training, see `dilated_attention`.
+        deterministic: Whether nothing is dropped.
         use_bias: Whether the projections have a bias.
         dtype: Of the computation, by default that of input and parameters together; see `ringjax.compute_dtype`.
         param_dtype: Of the parameters.
@@ -63,6 +65,8 @@ class DilatedSelfAttention(nn.Module):
     is_causal: bool = False
     positions: PositionKind | None = None
     sub_norm: bool = False
+    dropout_rate: float = 0.0
+    deterministic: bool = False
     use_bias: bool = True
     dtype: DTypeLike | None = None
     param_dtype: DTypeLike = jnp.float32
@@ -79,6 +83,8 @@ class DilatedSelfAttention(nn.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         seq_len: int | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
     ) -> Array:
         """The layer's output (batch..., length, out_features).
 
@@ -87,6 +93,8 @@ class DilatedSelfAttention(nn.Module):
             positions: Position of each row, integers (length,) or (batch..., length); by default that in the sequence,
                 which the ring's layout tells. From 0 to ``length - 1`` for xPos.
             segment_ids, seq_len: As for `dilated_attention`.
+            deterministic: Whether nothing is dropped, in this call.
+            dropout_rng: The key for dropout, by default from the stream "dropout".
         """
         core = self_attention(
             self.pattern,
@@ -98,6 +106,7 @@ class DilatedSelfAttention(nn.Module):
             positions=self.positions,
             ring=self.ring,
             implementation=self.implementation,
+            dropout_rate=self.dropout_rate,
         )
         core.check_features(x)
         shapes = core.kernel_shapes(core.in_features if self.out_features is None else self.out_features)
@@ -114,7 +123,19 @@ class DilatedSelfAttention(nn.Module):
             projection(shapes[name], 1, over=(None, core.head_axis, None), name=name)(x)
             for name in ("query", "key", "value")
         )
-        attended = core(query, key, value, positions=positions, segment_ids=segment_ids, seq_len=seq_len)
+        if (self.deterministic if deterministic is None else deterministic) or core.dropout_rate == 0:
+            dropout_rng = None
+        elif dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        attended = core(
+            query,
+            key,
+            value,
+            positions=positions,
+            segment_ids=segment_ids,
+            seq_len=seq_len,
+            dropout_rng=dropout_rng,
+        )
         if self.sub_norm:
             norm = nn.LayerNorm(
                 dtype=self.dtype, param_dtype=self.param_dtype, use_fast_variance=False, name="sub_norm"

@@ -36,6 +36,8 @@ class DilatedSelfAttention(nnx.Module):
         positions: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
         sub_norm: Whether the concatenated heads are normalized (layer norm) before the output projection.
         norm_epsilon: Added to the variance in that norm.
+        dropout_rate: Share of the attention weights that is dropped in training, see `dilated_attention`.
+        deterministic: Whether nothing is dropped; `model.eval()` and `model.train()` set it too.
         use_bias: Whether the projections have a bias.
         dtype: Of the computation, by default that of input and parameters together; see `ringjax.compute_dtype`.
         param_dtype: Of the parameters.
@@ -71,6 +73,8 @@ class DilatedSelfAttention(nnx.Module):
         positions: PositionKind | None = None,
         sub_norm: bool = False,
         norm_epsilon: float = 1e-6,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
         use_bias: bool = True,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
@@ -90,8 +94,10 @@ class DilatedSelfAttention(nnx.Module):
             positions=positions,
             ring=ring,
             implementation=implementation,
+            dropout_rate=dropout_rate,
         )
         self.core: SelfAttention = core
+        self.deterministic = deterministic
         head_shape = (core.num_heads, core.head_dim)
         out_features = core.in_features if out_features is None else out_features
         projection = functools.partial(
@@ -131,6 +137,8 @@ class DilatedSelfAttention(nnx.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         seq_len: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
     ) -> Array:
         """The layer's output (batch..., length, out_features).
 
@@ -139,10 +147,21 @@ class DilatedSelfAttention(nnx.Module):
             positions: Position of each row, integers (length,) or (batch..., length); by default that in the sequence,
                 which the ring's layout tells. From 0 to ``length - 1`` for xPos.
             segment_ids, seq_len: As for `dilated_attention`.
+            deterministic: Whether nothing is dropped, in this call.
+            rngs: Where the key for dropout comes from (its stream `dropout`), or the key; needed where some is dropped.
+
+        Raises:
+            ValueError: If an argument is not as described.
         """
         self.core.check_features(x)
         attended = self.core(
-            self.query(x), self.key(x), self.value(x), positions=positions, segment_ids=segment_ids, seq_len=seq_len
+            self.query(x),
+            self.key(x),
+            self.value(x),
+            positions=positions,
+            segment_ids=segment_ids,
+            seq_len=seq_len,
+            dropout_rng=self._dropout_rng(self.deterministic if deterministic is None else deterministic, rngs),
         )
         return self._projected(attended)
 
@@ -177,6 +196,17 @@ class DilatedSelfAttention(nnx.Module):
             flat = attended.reshape(*attended.shape[:-2], -1)
             attended = self.sub_norm(flat).reshape(attended.shape)
         return self.out(attended, out_sharding=self.core.out_sharding(attended.ndim - 1, over_ring))
+
+    def _dropout_rng(self, deterministic: bool, rngs: nnx.Rngs | nnx.RngStream | Array | None) -> Array | None:
+        if deterministic or self.core.dropout_rate == 0:
+            return None
+        if rngs is None:
+            raise ValueError(
+                "`rngs` must be given where weights are dropped (none is with `deterministic=True`), got None."
+            )
+        if isinstance(rngs, nnx.Rngs):
+            return rngs.dropout()
+        return rngs() if isinstance(rngs, nnx.RngStream) else rngs
 
     def over(self, *names: AxisName | None) -> dict[str, object]:
         """Metadata of a parameter whose axes are sharded over these mesh axes."""

@@ -10,7 +10,8 @@ import numpy as np
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from ringjax.checks import check_inputs
+from ringjax import dropout
+from ringjax.checks import AttentionShape, check_dropout, check_inputs
 from ringjax.pattern import Branch, DilationPattern
 from ringjax.softmax import accumulator
 
@@ -25,12 +26,15 @@ def reference_attention(
     segment_ids: Array | None = None,
     seq_len: int | None = None,
     scale: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_rng: Array | None = None,
     rows: ArrayLike | None = None,
 ) -> Array:
     """Dilated attention by the definition, for tests: one softmax over the multiset of keys that a query sees.
 
     Args:
-        query, key, value, pattern, is_causal, segment_ids, seq_len, scale: As for `dilated_attention`.
+        query, key, value, pattern, is_causal, segment_ids, seq_len, scale, dropout_rate, dropout_rng: As for
+            `dilated_attention`.
         rows: Query positions to compute, all by default: a few rows of a long sequence cost little.
 
     Returns:
@@ -43,6 +47,7 @@ def reference_attention(
         (1, 2, 2, 8)
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
+    check_dropout(dropout_rate, dropout_rng)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     s = jnp.arange(shape.stored_length)
     p = s if rows is None else _checked_rows(rows, shape.stored_length)
@@ -52,7 +57,8 @@ def reference_attention(
     allowed = allowed & (s[None, None, :] <= p[None, :, None]) if is_causal else allowed
     branches = pattern.branches(shape.kv_heads, shape.length)
     seen = [allowed[:, None] & _same_rows(b, shape.kv_heads, p, s)[None] for b in branches]  # (B, K, R, T) each
-    counts = seen if pattern.mixing == "detached" else [functools.reduce(operator.add, (x.astype(int) for x in seen))]
+    is_apart = pattern.mixing == "detached" or dropout_rate > 0
+    counts = seen if is_apart else [functools.reduce(operator.add, (x.astype(int) for x in seen))]
 
     acc = accumulator(query.dtype)
     q, k, v = (x.astype(acc) for x in (query[:, p], key, value))
@@ -65,10 +71,22 @@ def reference_attention(
     mix = [lax.stop_gradient(t) if pattern.mixing == "detached" else t for t in totals]
     joint = sum(mix[1:], mix[0])
     one = [jnp.where(t > 0, t, 1) for t in totals]  # a row that sees nothing gives 0
-    probs = sum(x / o * (m / jnp.where(joint > 0, joint, 1)) for x, o, m in zip(parts, one, mix, strict=True))
+    shares = [m / jnp.where(joint > 0, joint, 1) for m in mix]
+    kept = [x * _factors(dropout_rate, dropout_rng, shape, i, p, acc) for i, x in enumerate(parts)]
+    probs = sum(x / o * share for x, o, share in zip(kept, one, shares, strict=True))
     out = jnp.einsum("bkgrs,bskh->brkgh", probs, v, precision="highest")
     out = out / len(branches) if pattern.heads == "grouped" else out
     return out.reshape(*out.shape[:2], -1, shape.dim).astype(query.dtype)
+
+
+def _factors(rate: float, rng: Array | None, shape: AttentionShape, branch: int, p: Array, acc: jnp.dtype) -> Array:
+    """What the weights of a branch are multiplied by: 1 without dropout, else 0 or 1 / (1 - rate), (B, K, G, R, T)."""
+    if rng is None or rate == 0:
+        return jnp.ones((1,) * 5, acc)
+    seeds = dropout.seeds_of(dropout.words_of(rng), shape.batch, shape.kv_heads * shape.group)
+    mine = dropout.query_stamps(seeds[..., None], p[None, None], branch).ravel()  # (B * N * R,)
+    found = dropout.factors(mine, dropout.key_stamps(jnp.arange(shape.stored_length)), rate, acc)
+    return found.reshape(shape.batch, shape.kv_heads, shape.group, len(p), -1)
 
 
 def _checked_rows(rows: ArrayLike, length: int) -> Array:

@@ -19,6 +19,7 @@ from jax.typing import ArrayLike
 from ringjax.adapter import batched
 from ringjax.attention import dilated_attention
 from ringjax.block.backend import Implementation
+from ringjax.checks import check_rate
 from ringjax.decode import DecodeCache, decode_step, prefill
 from ringjax.devices import Ring, axes
 from ringjax.layout import layout_for
@@ -44,6 +45,7 @@ class SelfAttention:
     positions: PositionKind | None
     ring: Ring | None
     implementation: Implementation | None
+    dropout_rate: float = 0.0
 
     def kernel_shapes(self, out_features: int) -> dict[str, tuple[int, int, int]]:
         """The shape of each projection's kernel.
@@ -88,8 +90,9 @@ class SelfAttention:
         positions: Array | None,
         segment_ids: Array | None,
         seq_len: int | None,
+        dropout_rng: Array | None = None,
     ) -> Array:
-        """The attention of projected arrays (batch..., T, heads, H), with positions put in."""
+        """The attention of projected arrays (batch..., T, heads, H), with positions put in; a key drops weights."""
         shape = query.shape
         query, key, value = batched({"query": query, "key": key, "value": value})
         if segment_ids is not None:
@@ -103,6 +106,8 @@ class SelfAttention:
             is_causal=self.is_causal,
             segment_ids=segment_ids,
             seq_len=seq_len,
+            dropout_rate=0.0 if dropout_rng is None else self.dropout_rate,
+            dropout_rng=dropout_rng,
             ring=self.ring,
             implementation=self.implementation,
         )
@@ -176,6 +181,7 @@ def self_attention(
     positions: PositionKind | None = None,
     ring: Ring | None = None,
     implementation: Implementation | None = None,
+    dropout_rate: float = 0.0,
 ) -> SelfAttention:
     """Checks the arguments of a layer and fills in its sizes.
 
@@ -190,6 +196,7 @@ def self_attention(
         raise ValueError(f"`is_causal` must be a bool, got {is_causal!r}.")
     if ring is not None and not isinstance(ring, Ring):
         raise ValueError(f"`ring` must be a Ring, got {type(ring).__name__}.")
+    check_rate(dropout_rate)
     in_features, num_heads = whole_number("in_features", in_features), whole_number("num_heads", num_heads)
     num_kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
     if num_heads % num_kv_heads:
@@ -210,7 +217,16 @@ def self_attention(
                 '`is_causal` must be True for `positions="xpos"`, whose scores of later keys grow, got False.'
             )
     return SelfAttention(
-        pattern, in_features, num_heads, num_kv_heads, head_dim, is_causal, positions, ring, implementation
+        pattern,
+        in_features,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        is_causal,
+        positions,
+        ring,
+        implementation,
+        float(dropout_rate),
     )
 
 

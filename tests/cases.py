@@ -36,6 +36,7 @@ class Case(NamedTuple):
     ids: bool = False
     seq_len: int | None = None
     scale: float | None = None
+    dropout_rate: float = 0.0
 
     @property
     def pattern(self) -> rj.DilationPattern:
@@ -52,6 +53,7 @@ class Case(NamedTuple):
             "segment_ids": jnp.asarray(ids, jnp.int32) if self.ids else None,
             "seq_len": self.seq_len,
             "scale": self.scale,
+            **({"dropout_rate": self.dropout_rate, "dropout_rng": jax.random.key(5)} if self.dropout_rate else {}),
         }
 
     def arrays(self, dtype, seed: int = 0) -> tuple[jax.Array, ...]:

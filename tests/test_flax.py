@@ -122,13 +122,13 @@ def test_stock_layers_take_our_attention(stock):
     assert_close(run(layer, parameters, X, COTANGENT), in_float64(dense, parameters, X, COTANGENT))
 
 
-def ours(framework: str, **options):
+def ours(framework: str, pattern: rj.DilationPattern = PATTERN, **options):
     options = {**OPTIONS, **options}
     if framework == "nnx":
         return functional(
-            lambda: ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, PATTERN, rngs=nnx.Rngs(0), **options)
+            lambda: ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, pattern, rngs=nnx.Rngs(0), **options)
         )[0]
-    module = ringjax.linen.DilatedSelfAttention(HEADS, PATTERN, **options)
+    module = ringjax.linen.DilatedSelfAttention(HEADS, pattern, **options)
     return lambda parameters, x, **keywords: module.apply({"params": parameters}, x, **keywords)
 
 
@@ -266,7 +266,7 @@ Q = np.zeros((1, 16, 2, 4), np.float32)
 REFUSED = [
     ({"mask": np.ones((1, 1, 16, 16), bool)}, r"`mask` must be None \(use `is_causal`.*shape \(1, 1, 16, 16\)\."),
     ({"bias": np.ones((1, 1, 16, 16))}, r"`bias` must be None \(.*never computed\), got an array of shape"),
-    ({"dropout_rate": 0.1}, r"`dropout_rate` must be 0 where `deterministic` is False \(.*got 0\.1\."),
+    ({"dropout_rate": 0.1}, r"`broadcast_dropout` must be False with active dropout \(.*got True\."),
     ({"module": object()}, r"`module` must be None \(.*never stored\), got object\."),
     ({"precision": "highest"}, r"`precision` must be None or the default, got 'highest'\."),
     ({"precision": ("highest", "highest")}, r"`precision` must be None or the default, got \('highest'"),
@@ -303,7 +303,7 @@ def test_stock_layers_pass_on_what_is_refused():
         init(module, mask=mask)
     with pytest.raises(NotImplementedError, match="`module` must be None"):
         init(module, sow_weights=True)
-    with pytest.raises(NotImplementedError, match="`dropout_rate` must be 0"):
+    with pytest.raises(NotImplementedError, match="`broadcast_dropout` must be False"):
         init(dropping, deterministic=False)
     init(dropping, deterministic=True)
 

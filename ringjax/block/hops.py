@@ -15,7 +15,8 @@ from jax import Array, lax
 from ringjax import softmax
 from ringjax.block.rows import attend, gradients
 from ringjax.block.walk import Places, Sight, State, Walk
-from ringjax.block.xla import over_rows, tasks_together
+from ringjax.block.xla import over_rows, stamps_of, tasks_together
+from ringjax.dropout import Stamps
 from ringjax.softmax import Partial
 
 
@@ -65,7 +66,7 @@ class Visits(NamedTuple):
 
 
 class Meeting(NamedTuple):
-    """Queries that meet keys, in which pairs of chunks, in which order, with which scale and divisor of the output."""
+    """Queries that meet keys: in which pairs of chunks and order, with which scale, divisor of the output, stamps."""
 
     queries: Queries
     keys: KeyRows
@@ -73,6 +74,7 @@ class Meeting(NamedTuple):
     walk: Walk
     scale: float
     divisor: int
+    stamps: Stamps | None = None  # of queries (N, C, n * G) and keys (N, C, n)
 
 
 class Found(NamedTuple):
@@ -84,14 +86,15 @@ class Found(NamedTuple):
 
 def forward(found: Found, meeting: Meeting, heads: int) -> Found:
     """Merges what the queries find among the keys into what they found before."""
-    queries, keys, visits, walk, scale, _ = meeting
+    queries, keys, visits, walk, scale, *_ = meeting
     acc = found.partial.lse.dtype
 
     def visit(found: Found, at: _At) -> Found:
         merged = found.partial
         q = walk.padded(at.query_rows(queries.q).astype(acc), walk.group) * scale
         k, v = (walk.padded(at.key_rows(x).astype(acc), 1) for x in keys.kv)
-        part = over_rows(_seeing(attend, at, walk), *at.ids(queries.ids, keys.ids, walk), q, k, v)
+        marks = *at.ids(queries.ids, keys.ids, walk), *at.stamps(meeting.stamps, walk)
+        part = over_rows(_seeing(attend, at, walk), *marks, q, k, v)
         rows = walk.rows * walk.group
         old = Partial(*(at.query_rows(x) for x in merged))
         new = softmax.merge(old, Partial(*(x[:, :rows] for x in part)))
@@ -103,7 +106,7 @@ def forward(found: Found, meeting: Meeting, heads: int) -> Found:
 
 def backward(sums: tuple[Array, Array], meeting: Meeting, heads: int) -> tuple[Array, Array]:
     """Adds the gradients to those of queries (N, C, n * G, H) and of keys and values (2, N, C, n, H)."""
-    queries, keys, visits, walk, scale, divisor = meeting
+    queries, keys, visits, walk, scale, divisor, _ = meeting
     acc = sums[0].dtype
     dout_rows, lse_rows, delta_rows = queries.dout, queries.lse, queries.delta
     assert dout_rows is not None and lse_rows is not None and delta_rows is not None
@@ -114,8 +117,8 @@ def backward(sums: tuple[Array, Array], meeting: Meeting, heads: int) -> tuple[A
         dout = walk.padded(at.query_rows(dout_rows).astype(acc), walk.group) / divisor
         lse, delta = (walk.padded(at.query_rows(x)[..., None], walk.group)[..., 0] for x in (lse_rows, delta_rows))
         k, v = (walk.padded(at.key_rows(x).astype(acc), 1) for x in keys.kv)
-        ids = at.ids(queries.ids, keys.ids, walk)
-        dq_rows, dk, dv = over_rows(_seeing(gradients, at, walk), *ids, q, k, v, dout, lse, delta)
+        marks = *at.ids(queries.ids, keys.ids, walk), *at.stamps(meeting.stamps, walk)
+        dq_rows, dk, dv = over_rows(_seeing(gradients, at, walk), *marks, q, k, v, dout, lse, delta)
         dq = at.with_query_rows(dq, at.query_rows(dq) + dq_rows[:, : walk.rows * walk.group] * scale)
         return dq, at.add_key_rows(dkv, jnp.stack([dk, dv])[:, :, : walk.rows])
 
@@ -151,15 +154,28 @@ class _At(NamedTuple):
         mine, theirs = self.query_rows(query_ids), self.key_rows(key_ids)
         return tuple(walk.padded(x[..., None], 1)[..., 0] for x in (mine, theirs))  # type: ignore[return-value]
 
+    def stamps(self, stamps: Stamps | None, walk: Walk) -> tuple[Array | None, Array | None]:
+        if stamps is None:
+            return None, None
+        mine = walk.padded(self.query_rows(stamps.query)[..., None], walk.group)
+        return mine[..., 0], walk.padded(self.key_rows(stamps.key)[..., None], 1)[..., 0]
+
     def _corner(self, chunk: Array, ndim: int) -> tuple[Array, ...]:
         zero = jnp.zeros_like(self.task)
         return self.task, chunk, *(zero,) * (ndim - 2)
 
 
 def _seeing(block: Callable[..., tuple[Array, ...]], at: _At, walk: Walk) -> Callable[..., tuple[Array, ...]]:
-    def see(query_ids: Array | None, key_ids: Array | None, *rows: Array) -> tuple[Array, ...]:
+    def see(
+        query_ids: Array | None,
+        key_ids: Array | None,
+        query_stamps: Array | None,
+        key_stamps: Array | None,
+        *rows: Array,
+    ) -> tuple[Array, ...]:
         count = jnp.zeros_like(at.task) + walk.rows
-        return block(*rows, sight=Sight(count, query_ids, key_ids, at.places), walk=walk)
+        stamps = stamps_of(query_stamps, key_stamps)
+        return block(*rows, sight=Sight(count, query_ids, key_ids, at.places, stamps), walk=walk)
 
     return see
 

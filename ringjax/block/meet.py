@@ -62,7 +62,7 @@ def backward(kernels: Kernels, sums: tuple[Array, Array], meeting: Meeting, coun
 
 
 def _look(kernels: Kernels, meeting: Meeting, counts: Array, *, is_gradient: bool) -> Look:
-    queries, _, visits, walk, scale, divisor = meeting
+    queries, _, visits, walk, scale, divisor, _ = meeting
     case = case_of(queries.q, walk.rows, walk.group)
     lines: list[Line] = ["same"] if queries.ids is not None else []
     if visits.places is not None:

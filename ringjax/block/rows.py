@@ -25,7 +25,8 @@ def attend(q: Array, k: Array, v: Array, *, sight: Sight, walk: Walk) -> Partial
             scores = walk.masked(_dot(q_block[first:], walk.key_block(k, keys), 1, 1), sight, index, keys)
             rest, weights = softmax.rescale(softmax.Running(*(x[first:] for x in state)), scores)
             weights = lax.optimization_barrier(weights)  # one pass of exp, read by the sum and by the multiply
-            acc = rest.acc + _dot(weights, walk.key_block(v, keys), 1, 0)
+            kept = walk.dropped(weights, sight, index, keys)
+            acc = rest.acc + _dot(kept, walk.key_block(v, keys), 1, 0)
             rest = softmax.Running(acc, rest.peak, rest.total + weights.sum(axis=1))
             return softmax.Running(*(replaced(x, y, first) for x, y in zip(state, rest, strict=True)))
 
@@ -54,10 +55,12 @@ def gradients(
             k_block, v_block = walk.key_block(k, keys), walk.key_block(v, keys)
             scores = walk.masked(_dot(q_rows, k_block, 1, 1), sight, index, keys)
             probs = lax.optimization_barrier(jnp.exp(scores - lse_block[first:, None]))
-            dscores = probs * (_dot(dout_rows, v_block, 1, 1) - delta_block[first:, None])
+            dprobs = walk.dropped(_dot(dout_rows, v_block, 1, 1), sight, index, keys)
+            dscores = probs * (dprobs - delta_block[first:, None])
             dq = replaced(dq, dq[first:] + _dot(dscores, k_block, 1, 0), first)
             dk = walk.add_keys(dk, _dot(q_rows, dscores, 0, 0), keys)
-            dv = walk.add_keys(dv, _dot(dout_rows, probs, 0, 0), keys)
+            kept = walk.dropped(probs, sight, index, keys)
+            dv = walk.add_keys(dv, _dot(dout_rows, kept, 0, 0), keys)
             return dq, dk, dv
 
         dq, dk, dv = grads

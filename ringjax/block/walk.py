@@ -19,7 +19,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ringjax import dropout
 from ringjax.block.sizes import WalkSizes
+from ringjax.dropout import Stamps
 
 State = TypeVar("State")
 
@@ -46,12 +48,14 @@ class Sight(NamedTuple):
         query_ids: Segment id of each query row, or None; a query sees keys of its own id, and nothing below 0.
         key_ids: The same of each key row.
         places: For rows whose order does not say who sees whom, or None.
+        stamps: What decides which weights are dropped, of query rows (M,) and key rows (S,), or None.
     """
 
     present: Array | int
     query_ids: Array | None = None
     key_ids: Array | None = None
     places: Places | None = None
+    stamps: Stamps | None = None
 
 
 class Keys(NamedTuple):
@@ -74,6 +78,7 @@ class Walk:
         group: Query heads per key/value head; they stand side by side in a query row.
         is_causal: Whether a query sees only the keys up to its own row (or position, with `Places`).
         is_ragged: Whether some head has fewer rows than the blocks hold.
+        dropout_rate: Share of the weights that is dropped, where there are stamps.
     """
 
     sizes: WalkSizes
@@ -81,6 +86,7 @@ class Walk:
     group: int
     is_causal: bool
     is_ragged: bool
+    dropout_rate: float = 0.0
 
     @property
     def blocks(self) -> int:
@@ -151,6 +157,14 @@ class Walk:
             same = mine == self.key_block(sight.key_ids, keys)[None, :]
             scores = jnp.where(same & (mine >= 0), scores, -jnp.inf)
         return scores
+
+    def dropped(self, weights: Array, sight: Sight, index: Array | int, keys: Keys) -> Array:
+        """The weights (M, S) of a step, or their gradient, without those that are dropped."""
+        if sight.stamps is None:
+            return weights
+        mine = self.query_block(sight.stamps.query, index)[keys.first_row * self.group :]
+        theirs = self.key_block(sight.stamps.key, keys)
+        return weights * dropout.factors(mine, theirs, self.dropout_rate, weights.dtype)
 
     def padded(self, x: Array, group: int, fill: int = 0) -> Array:
         """Rows (num, rows * group, width) up to whole blocks."""

@@ -21,6 +21,7 @@ from jax import Array, lax
 from ringjax import softmax
 from ringjax.block.rows import attend, gradients
 from ringjax.block.walk import Sight, State, Walk
+from ringjax.dropout import Stamps
 from ringjax.indices import PartTable
 from ringjax.select import Box, Columns, Windows, from_bits
 from ringjax.softmax import Partial
@@ -44,12 +45,14 @@ class Inputs(NamedTuple):
         key: From (B, T, K, H).
         value: From (B, T, K, H).
         ids: From segment ids (B, T), or None.
+        stamps: From stamps of queries (B, T, K, G) and of keys (B, T), or None.
     """
 
     query: Array
     key: Array
     value: Array
     ids: Array | None
+    stamps: Stamps | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +66,7 @@ class BlockOptions:
     is_causal: bool
     scale: float
     divisor: int  # of the output
+    dropout_rate: float = 0.0
 
 
 def forward(
@@ -90,7 +94,8 @@ def forward(
     def task(carry: tuple[Partial, Array | None], at: _Task) -> tuple[Partial, Array | None]:
         merged, rows = carry
         q, k, v, ids = _gather(inputs, merged.lse.dtype, at, walk, options.scale)
-        part = over_rows(functools.partial(_seeing, attend, at.selected, walk), ids, q, k, v)
+        stamps = _read_stamps(inputs, at, walk)
+        part = over_rows(functools.partial(_seeing, attend, at.selected, walk), ids, *stamps, q, k, v)
         out, lse = (_cropped(x, walk, group) for x in _present(part, at, table, (0, -jnp.inf)))
         rows = None if rows is None else at.own.write(rows, out)
         if not is_first:
@@ -138,7 +143,8 @@ def backward(
         delta = jnp.sum(dout_rows * out_rows, axis=-1)  # of the undivided output, as the division cancels
         lse_rows = softmax.for_backward(_padded(at.box.read(lse), walk, group)[..., 0])
         joint = dout_rows / options.divisor, lse_rows, delta
-        found = over_rows(functools.partial(_seeing, gradients, at.selected, walk), ids, q, k, v, *joint)
+        stamps = _read_stamps(inputs, at, walk)
+        found = over_rows(functools.partial(_seeing, gradients, at.selected, walk), ids, *stamps, q, k, v, *joint)
         dq, dk, dv = _present(found, at, table, (0, 0, 0))
         new = Grads(_cropped(dq * options.scale, walk, group), _cropped(dk, walk, 1), _cropped(dv, walk, 1))
         sums = new if is_first else Grads(*(at.box.read(old) + x for old, x in zip(grads, new, strict=True)))
@@ -194,10 +200,21 @@ def over_rows(one: Callable[..., tuple[Array, ...]], *args: Array | None) -> tup
 
 
 def _seeing(
-    block: Callable[..., tuple[Array, ...]], count: Array, walk: Walk, ids: Array | None, *rows: Array
+    block: Callable[..., tuple[Array, ...]],
+    count: Array,
+    walk: Walk,
+    ids: Array | None,
+    query_stamps: Array | None,
+    key_stamps: Array | None,
+    *rows: Array,
 ) -> tuple[Array, ...]:
     """`block` on rows that meet each other."""
-    return block(*rows, sight=Sight(count, ids, ids), walk=walk)
+    return block(*rows, sight=Sight(count, ids, ids, stamps=stamps_of(query_stamps, key_stamps)), walk=walk)
+
+
+def stamps_of(query: Array | None, key: Array | None) -> Stamps | None:
+    """The two together, where they are there."""
+    return None if query is None or key is None else Stamps(query, key)
 
 
 def tiles(table: PartTable, options: BlockOptions) -> int:
@@ -206,7 +223,7 @@ def tiles(table: PartTable, options: BlockOptions) -> int:
 
 
 def _walk(table: PartTable, options: BlockOptions) -> Walk:
-    return Walk(table.sizes, table.rows, options.group, options.is_causal, table.is_ragged)
+    return Walk(table.sizes, table.rows, options.group, options.is_causal, table.is_ragged, options.dropout_rate)
 
 
 def _present(arrays: tuple[Array, ...], at: _Task, table: PartTable, nothing: tuple[float, ...]) -> tuple[Array, ...]:
@@ -228,6 +245,14 @@ def _gather(
 
 def _read_ids(inputs: Inputs, at: _Task) -> Array | None:
     return None if inputs.ids is None else at.ids.read(inputs.ids)
+
+
+def _read_stamps(inputs: Inputs, at: _Task, walk: Walk) -> tuple[Array | None, Array | None]:
+    """A task's stamps, of queries (num, M) and of keys (num, S), or None and None."""
+    if inputs.stamps is None:
+        return None, None
+    mine, theirs = at.box.read(inputs.stamps.query), at.ids.read(inputs.stamps.key)
+    return _padded(mine, walk, walk.group)[..., 0], _padded(theirs, walk, 1)[..., 0]
 
 
 def _rows(box: Box, x: Array, acc: jnp.dtype, ids: Array | None) -> Array:

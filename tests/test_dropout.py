@@ -1,0 +1,272 @@
+"""Attention dropout: exact, and the same weights dropped on every ring, in every layout, block and pass."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import (
+    NAMES,
+    NARROW,
+    QUICK,
+    RANDOM,
+    WIDE,
+    Case,
+    assert_equals_oracle,
+    assert_stored_equals_oracle,
+    error,
+    geometries,
+    on_ring,
+    ring_mesh,
+    run,
+)
+from flax import linen, nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_flax import BATCH, FEATURES, HEADS, LENGTH, X, ours, own_parameters
+from test_ring_meshes import in_shard_map
+
+import ringjax as rj
+import ringjax.linen
+import ringjax.nnx
+from ringjax import dropout
+
+BASE = Case(64, kv_heads=2, group=2, segment_lengths=(16, 64), dilation_rates=(1, 4), dropout_rate=0.3)
+KEY = jax.random.key(5)
+
+
+def weights(q, k, case: Case, **options):
+    """The attention weights (B, N, T, T): the attention over values that are unit vectors, T dims at a time."""
+    ones = jnp.broadcast_to(jnp.eye(case.length)[None, :, None], (case.batch, case.length, case.kv_heads, case.length))
+    wide = [jnp.pad(x, [(0, 0)] * 3 + [(0, case.length - case.dim)]) for x in (q, k)]
+    out = rj.dilated_attention(*wide, ones, case.pattern, **{**case.keywords(), "scale": 1.0, **options})
+    return np.asarray(out.transpose(0, 2, 1, 3))
+
+
+def plain_hash(x: int) -> int:
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) % 2**32
+    x = ((x ^ (x >> 15)) * 0x846CA68B) % 2**32
+    return x ^ (x >> 16)
+
+
+def test_what_is_dropped_is_the_stated_function_of_entry_head_query_key_and_branch():
+    """In plain Python integers, from the two words of the key."""
+    case = Case(12, 2, 2, 2, 4, (4, 12), (1, 3), is_causal=True, dropout_rate=0.4)
+    q, k, *_ = case.arrays(np.float32)
+    got = weights(q, k, case)
+    whole = weights(q, k, case, dropout_rate=0.0)
+    first, second = (int(x) for x in np.asarray(jax.random.bits(KEY, (2,), jnp.uint32)))
+    odd, limit = 0x9E3779B9, round(0.4 * 2**32)
+    drops = 0
+    for b, n, p, s in np.ndindex(*got.shape):
+        seed = plain_hash(plain_hash((first + b * odd) % 2**32) ^ plain_hash(second ^ n))
+        seen = kept = 0
+        for i, (w, r) in enumerate(zip(case.segment_lengths, case.dilation_rates, strict=True)):
+            if p // w == s // w and s <= p and p % w % r == s % w % r == (n // 2) % r:
+                mine = plain_hash(plain_hash((seed + (i + 1) * odd) % 2**32) ^ plain_hash(p))
+                seen += 1
+                kept += plain_hash((mine + plain_hash(s ^ odd)) % 2**32) >= limit
+        drops += seen - kept
+        np.testing.assert_allclose(got[b, n, p, s], whole[b, n, p, s] * (kept / seen / 0.6 if seen else 0), rtol=1e-5)
+    assert drops > 20
+
+
+CASES = {
+    "causal": BASE._replace(is_causal=True, ids=True),
+    "full": BASE._replace(length=61, segment_lengths=(15, 70), dilation_rates=(2, 3), scale=0.5),
+    "detached": BASE._replace(rule="detached", is_causal=True, seq_len=60),
+    "grouped": BASE._replace(rule="grouped", kv_heads=4, group=1, ids=True),
+    "blocks": Case(2304, 1, 1, 1, 8, (2304, 600), (1, 2), is_causal=True, dropout_rate=0.1),
+}
+
+
+SLOW = ("full", "grouped", "blocks", "unaligned3", "detached8", "queries2")
+
+
+def each(cases):
+    """The names of the cases, long ones marked."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in cases]
+
+
+@pytest.mark.parametrize("name", each(CASES))
+def test_equals_oracle(name):
+    assert_equals_oracle(CASES[name], (WIDE, NARROW) if name == "causal" else (WIDE,))
+
+
+@settings(max_examples=60, **RANDOM)
+@given(case=geometries(3, 40), rate=st.sampled_from([0.01, 0.5, 0.95]))
+@pytest.mark.slow
+def test_random_geometry_equals_oracle(case, rate):
+    assert_equals_oracle(case._replace(dropout_rate=rate), (WIDE,))
+
+
+RINGS = {
+    "zigzag2": (BASE._replace(is_causal=True), 2, "zigzag", "ring"),
+    "unaligned3": (
+        BASE._replace(length=59, segment_lengths=(20, 59), dilation_rates=(2, 3), ids=True),
+        3,
+        "zigzag",
+        "ring",
+    ),
+    "gather4": (BASE._replace(rule="grouped", kv_heads=4, is_causal=True), 4, "contiguous", "gather"),
+    "detached8": (BASE._replace(rule="detached", is_causal=True), 8, "contiguous", "ring"),
+    "queries2": (
+        Case(2120, 1, 2, 1, segment_lengths=(2120,), dilation_rates=(1,), is_causal=True, dropout_rate=0.2),
+        2,
+        "zigzag",
+        "ring",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", each(RINGS))
+def test_ring_equals_oracle(name):
+    case, size, layout, strategy = RINGS[name]
+    ring = rj.Ring(ring_mesh(size), layout=layout, strategy=strategy)
+    assert_equals_oracle(case, (WIDE,), on_ring(ring))
+
+
+def test_batch_and_heads_over_other_axes():
+    mesh = ring_mesh(2, 2, 2, names=("data", "ring", "tensor"))
+    ring = rj.Ring(mesh, batch_axis="data", head_axis="tensor", layout="zigzag")
+    case = BASE._replace(is_causal=True)
+    assert_stored_equals_oracle(case, ring)
+
+
+@pytest.mark.slow
+def test_own_shard_map():
+    mesh = ring_mesh(2, 2, 2, names=("data", "ring", "tensor"))
+    ring = rj.Ring(mesh, batch_axis="data", head_axis="tensor", layout="zigzag")
+    case = BASE._replace(is_causal=True)
+    shared = in_shard_map(ring, head_axis="tensor", batch_axis="data")
+    assert_stored_equals_oracle(case, ring, attention=shared)
+
+
+def test_bfloat16_drops_the_same_weights():
+    """On a ring of 4 as on one device, to what rounding leaves."""
+    case = BASE._replace(is_causal=True)
+    arrays = [x.astype(jnp.bfloat16) for x in case.arrays(np.float32)]
+    ring = rj.Ring(ring_mesh(4), layout="zigzag")
+    ours = run(on_ring(ring), arrays, case.pattern, **case.keywords(), compiler_options=QUICK)
+    wide = [x.astype(jnp.float32) for x in arrays]
+    oracle = run(rj.reference_attention, wide, case.pattern, **case.keywords(), compiler_options=QUICK)
+    for name, x, reference in zip(NAMES, ours, oracle, strict=True):
+        assert x.dtype == jnp.bfloat16
+        assert error(x, reference) < 0.01, name
+
+
+def test_rate_and_independence():
+    """Shares of dropped weights, and of pairs of dropped neighbours along each axis, within 5 standard deviations."""
+    rate, batch, heads, rows = 0.25, 2, 3, 256
+    seeds = dropout.seeds_of(dropout.words_of(KEY), batch, heads)
+    places = jnp.arange(rows)
+    dropped = []
+    for branch in range(2):
+        mine = dropout.query_stamps(seeds[..., None], places[None, None], branch).ravel()
+        found = dropout.factors(mine, dropout.key_stamps(places), rate, jnp.float32)
+        assert set(np.unique(found)) == {0, np.float32(1 / (1 - rate))}
+        dropped.append(np.asarray(found).reshape(batch, heads, rows, rows) == 0)
+    dropped = np.stack(dropped)
+    assert abs(dropped.mean() - rate) < 5 * np.sqrt(rate * (1 - rate) / dropped.size)
+    for axis in range(dropped.ndim):
+        first, second = (
+            np.take(dropped, range(*span), axis) for span in ((0, dropped.shape[axis] - 1), (1, dropped.shape[axis]))
+        )
+        both, share = (first & second).mean(), rate**2
+        assert abs(both - share) < 5 * np.sqrt(share * (1 - share) / first.size), axis
+    per_row = dropped.mean(axis=-1)
+    assert per_row.std() == pytest.approx(np.sqrt(rate * (1 - rate) / rows), rel=0.1)
+
+
+def test_rate_0_is_the_same_program_and_keys_are_arguments():
+    case = BASE._replace(dropout_rate=0.0)
+    q, k, v, _ = case.arrays(np.float32)
+    attend = functools.partial(rj.dilated_attention, pattern=case.pattern)
+    plain, off = (
+        jax.make_jaxpr(functools.partial(attend, **options))(q, k, v) for options in ({}, {"dropout_rng": KEY})
+    )
+    assert str(plain) == str(off)
+    traces = []
+
+    @jax.jit
+    def drawn(q, k, v, rng):
+        traces.append(1)
+        return attend(q, k, v, dropout_rate=0.5, dropout_rng=rng)
+
+    outs = [np.asarray(drawn(q, k, v, jax.random.key(seed))) for seed in (0, 1, 0)]
+    assert len(traces) == 1 and (outs[0] == outs[2]).all() and (outs[0] != outs[1]).any()
+
+
+@pytest.mark.parametrize("rate", [1.0, -0.1, "half", float("nan"), True])
+def test_bad_rate(rate):
+    x = jnp.ones((1, 8, 2, 4))
+    with pytest.raises(ValueError, match=r"`dropout_rate` must be a number from 0 to below 1, .*got "):
+        rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=rate, dropout_rng=KEY)
+
+
+def test_no_key_and_no_kernels():
+    x = jnp.ones((1, 8, 2, 4))
+    with pytest.raises(ValueError, match=r"`dropout_rng` must be a key of `jax.random` .*got None"):
+        rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=0.5)
+    with pytest.raises(NotImplementedError, match=r'`implementation` must be None or "xla" .*got \'interpret_tpu\''):
+        rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=0.5, dropout_rng=KEY, implementation="interpret_tpu")
+
+
+LAYER = {"dropout_rate": 0.3, "positions": None, "sub_norm": False}
+ONE_BRANCH = rj.DilationPattern((64,), (4,))  # compiles sooner
+
+
+def layer_of(framework, **options):
+    """A compiled layer of input and key."""
+    layer = ours(framework, pattern=ONE_BRANCH, **LAYER, **options)
+    parameters = {name: p for name, p in own_parameters().items() if name != "sub_norm"}
+    name = {"nnx": "rngs", "linen": "dropout_rng"}[framework]
+    return jax.jit(lambda x, key: layer(parameters, x, **{name: key}), compiler_options=QUICK)
+
+
+def test_layers_drop_the_same_weights_in_both_frameworks_and_on_a_ring():
+    by_nnx = layer_of("nnx")(X, KEY)
+    ring = rj.Ring(ring_mesh(2), layout="zigzag")
+    stored = layer_of("nnx", ring=ring)(rj.to_layout(X, "zigzag", 2), KEY)
+    for other in (layer_of("linen")(X, KEY), rj.from_layout(stored, "zigzag", 2)):
+        assert error(other, by_nnx) < 2e-6
+    assert error(layer_of("nnx")(X, jax.random.key(1)), by_nnx) > 0.1
+
+
+def test_layers_drop_nothing_in_evaluation():
+    layer, same = (
+        ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, ONE_BRANCH, dropout_rate=rate, rngs=nnx.Rngs(0))
+        for rate in (0.3, 0.0)
+    )
+    with pytest.raises(ValueError, match=r"`rngs` must be given where weights are dropped .*got None"):
+        layer(X)
+    plain = same(X)
+    rngs = nnx.Rngs(dropout=3)
+    first, second = layer(X, rngs=rngs), layer(X, rngs=rngs.dropout)
+    assert (first != second).any()  # each call draws another key
+    assert (layer(X, deterministic=True) == plain).all()
+    layer.eval()
+    assert (layer(X) == plain).all()
+
+
+def test_linen_draws_from_its_dropout_stream():
+    module = ringjax.linen.DilatedSelfAttention(HEADS, ONE_BRANCH, dropout_rate=0.3)
+    parameters = module.init(jax.random.key(0), X, deterministic=True)
+    plain = module.apply(parameters, X, deterministic=True)
+    dropped = module.apply(parameters, X, rngs={"dropout": KEY})
+    assert (plain != dropped).any()
+    assert (plain == ringjax.linen.DilatedSelfAttention(HEADS, ONE_BRANCH).apply(parameters, X)).all()
+
+
+def test_stock_layers_drop_by_our_rule():
+    pattern = rj.DilationPattern((16,), (2,))
+    options = {"dropout_rate": 0.3, "broadcast_dropout": False, "deterministic": False}
+    stock = linen.MultiHeadDotProductAttention(HEADS, attention_fn=rj.attention_fn(pattern, is_causal=True), **options)
+    parameters = stock.init({"params": KEY, "dropout": KEY}, X)
+    p = parameters["params"]
+    q, k, v = (jnp.einsum("btf,fnh->btnh", X, p[name]["kernel"]) for name in ("query", "key", "value"))
+    out = rj.reference_attention(q, k, v, pattern, is_causal=True, dropout_rate=0.3, dropout_rng=KEY)
+    out = jnp.einsum("btnh,nhf->btf", out, p["out"]["kernel"])
+    assert out.shape == (BATCH, LENGTH, FEATURES)
+    assert error(stock.apply(parameters, X, dropout_rng=KEY), out) < 2e-6
