@@ -1,6 +1,7 @@
 """Decoding with a cache says at every position what the attention of the whole sequence says."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ from cases import QUICK, RANDOM, Case, error, geometries, pairwise, ring_mesh, s
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import ringjax as rj
 
@@ -188,6 +189,8 @@ RINGS = [
     pytest.param("contiguous", "mod", {}, id="contiguous"),
     pytest.param("zigzag", "grouped", {}, id="zigzag, grouped", marks=SLOW),
     pytest.param("zigzag", "block", {"batch_axis": "data", "head_axis": "tensor"}, id="batch and heads sharded"),
+    pytest.param("zigzag", "mod", {"kind": AxisType.Explicit}, id="explicit mesh", marks=SLOW),
+    pytest.param("zigzag", "mod", {"dtype": np.float32}, id="float32", marks=SLOW),
 ]
 
 
@@ -195,11 +198,17 @@ RINGS = [
 def test_on_a_ring(layout, rule, axes):
     """A prompt in the layout of the ring, then tokens over a cache whose slots are sharded."""
     case = Case(50, 2, 4, 2, 4, (6, 40), (1, 4), rule, is_causal=True)
-    mesh = ring_mesh(2, 2, 2, names=("ring", "data", "tensor")) if axes else ring_mesh(4)
+    axes = dict(axes)
+    kind, dtype = axes.pop("kind", AxisType.Auto), axes.pop("dtype", np.float64)
+    sizes = {"ring": 2, "data": 2, "tensor": 2} if axes else {"ring": 4}
+    devices = np.array(jax.devices()[: math.prod(sizes.values())]).reshape(tuple(sizes.values()))
+    mesh = Mesh(devices, tuple(sizes), axis_types=(kind,) * len(sizes))
     ring = rj.Ring(mesh, layout=layout, **axes)
     with jax.enable_x64(True):
         (q, k, v), whole = oracle(case)
-        cache = empty = cache_for(case, ring=ring)
+    with jax.enable_x64(dtype == np.float64):
+        q, k, v = (np.asarray(x, dtype) for x in (q, k, v))
+        cache = empty = cache_for(case, dtype, ring=ring)
         lengths = np.array([23, 30])
         rows = NamedSharding(mesh, PartitionSpec(ring.batch_axis, ring.head_axis, "ring", None))
         stored = [stored_on(ring, mesh, x[:, :30], fill=np.nan) for x in (k, v)]
@@ -213,7 +222,8 @@ def test_on_a_ring(layout, rule, axes):
         assert all(x.sharding.is_equivalent_to(rows, 4) for x in (*cache.keys, *cache.values))
         more, _ = COMPILE(functools.partial(rj.decode_step, ring=ring))(cache, *(x[:, 15:] for x in new))
         expected = np.stack([np.asarray(whole)[[0, 1], at] for at in each], axis=1)
-        assert error(np.concatenate([out, more], axis=1), expected) <= 1e-10
+        limit = {np.float64: 1e-10, np.float32: 2e-6}[dtype]
+        assert error(np.concatenate([out, more], axis=1), expected) <= limit
 
 
 def test_a_ring_rounds_slots_up_and_sends_no_rows_of_the_cache():
