@@ -1,0 +1,490 @@
+"""LongNet models: the definition in plain JAX, rings, decoding, the loss, and what is computed twice or compiled."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import QUICK, error, ring_mesh
+from flax import nnx
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from test_rotary import random, rotated
+
+import ringjax as rj
+from ringjax.models import LongNetConfig, LongNetDecoder, LongNetEncoder, block, next_token_targets, token_loss
+
+SLOW = pytest.mark.slow
+BATCH, LENGTH, VOCABULARY, LAYERS, FEATURES, HEADS, KV_HEADS, DIM = 2, 48, 11, 2, 16, 4, 2, 4
+LIMIT = 1e-5  # of logits and gradients after two layers in float32
+ONE_BRANCH, TWO_BRANCHES = rj.DilationPattern((24,), (2,)), rj.DilationPattern((8, 40), (1, 3))
+TOKENS = np.random.default_rng(0).integers(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32)
+IDS = np.repeat([[0, 1, 2, -1], [3, 3, 1, 1]], LENGTH // 4, axis=1).astype(np.int32)
+COMPILE = functools.partial(jax.jit, compiler_options=QUICK)
+
+
+def config_of(**changes) -> LongNetConfig:
+    sizes = {"num_layers": LAYERS, "features": FEATURES, "num_heads": HEADS, "num_kv_heads": KV_HEADS}
+    return LongNetConfig(**{**sizes, "hidden_features": 24, "vocab_size": VOCABULARY, "pattern": ONE_BRANCH, **changes})
+
+
+def functional(kind, config: LongNetConfig, ring=None):
+    """A model as a function of its parameters, a dict, that gives the model; and the parameters' shapes."""
+    graph, state = nnx.split(nnx.eval_shape(lambda: kind(config, ring=ring, rngs=nnx.Rngs(0))), nnx.Param)[:2]
+
+    def model(parameters):
+        own = nnx.State(jax.tree.map(lambda x: x, state))
+        nnx.replace_by_pure_dict(own, parameters)
+        return nnx.merge(graph, own)
+
+    return model, nnx.to_pure_dict(state)
+
+
+def drawn(shapes):
+    """Parameters that are nowhere 0 or 1, and each different: compiling no initializer saves seconds."""
+    leaves, tree = jax.tree.flatten(shapes)
+    return jax.tree.unflatten(tree, [0.4 * random(*x.shape, seed=i) + 0.1 for i, x in enumerate(leaves)])
+
+
+def norm(p, x):
+    x = (x - x.mean(-1, keepdims=True)) / jnp.sqrt(x.var(-1, keepdims=True) + 1e-6)
+    return x * p["scale"][None, None] + p["bias"][None, None]
+
+
+def linear(p, x):
+    out = jnp.tensordot(x, p["kernel"], axes=1)
+    return out + p["bias"][None, None] if "bias" in p else out
+
+
+def definition(p, x, pattern, *, is_causal=True, segment_ids=None, seq_len=None):
+    """All blocks and the norm after them, by the dense oracle."""
+    for i in range(LAYERS):
+        b = jax.tree.map(lambda x: x[i], p["blocks"])  # noqa: B023
+        a, normed = b["attention"], norm(b["attention_norm"], x)
+        q, k, v = (linear(a[name], normed) for name in ("query", "key", "value"))
+        q, k = rotated(q, np.arange(x.shape[1])), rotated(k, np.arange(x.shape[1]))
+        options = {"is_causal": is_causal, "segment_ids": segment_ids, "seq_len": seq_len}
+        attended = rj.reference_attention(q, k, v, pattern, **options).reshape(*x.shape[:2], -1)
+        attended = norm(a["sub_norm"], attended) if "sub_norm" in a else attended
+        out = {**a["out"], "kernel": a["out"]["kernel"].reshape(-1, x.shape[-1])}
+        x = x + linear(out, attended)
+        hidden = linear(b["expand"], norm(b["feed_forward_norm"], x))
+        hidden = hidden * (1 + jax.lax.erf(hidden / math.sqrt(2))) / 2
+        hidden = norm(b["hidden_norm"], hidden) if "hidden_norm" in b else hidden
+        x = x + linear(b["contract"], hidden)
+    return norm(p["norm"], x)
+
+
+def logits_by_definition(p, tokens, pattern, **options):
+    x = definition(p, p["embed"]["embedding"][tokens], pattern, **options)
+    return x @ (p["head"]["kernel"] if "head" in p else p["embed"]["embedding"].T)
+
+
+def with_gradient(logits_of):
+    """Logits, and the gradient of the loss, of a function of parameters and tokens."""
+
+    @COMPILE
+    def both(parameters, tokens, targets, weights):
+        def loss(parameters):
+            logits = logits_of(parameters, tokens)
+            total, count = token_loss(logits, targets, weights)
+            return total / count, logits
+
+        gradient, logits = jax.grad(loss, has_aux=True)(parameters)
+        return logits, gradient
+
+    return both
+
+
+def assert_close(got, expected):
+    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, expected)
+    for name, x, reference in zip(("logits", "gradient"), got, expected, strict=True):
+        flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (x, reference)]
+        assert error(*flat) <= LIMIT, (name, error(*flat))
+
+
+@functools.cache
+def expected(pattern=ONE_BRANCH, seq_len=None, packed=False, **changes):
+    """Parameters, and what the definition says in float64."""
+    parameters = drawn(functional(LongNetDecoder, config_of(pattern=pattern, **changes))[1])
+    ids = IDS if packed else None
+    targets, weights = next_token_targets(TOKENS, ids, seq_len)
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: np.asarray(x, np.float64), parameters)
+        told = {"segment_ids": ids, "seq_len": seq_len}
+        call = with_gradient(lambda p, t: logits_by_definition(p, t, pattern, **told))
+        return parameters, jax.tree.map(np.asarray, call(wide, TOKENS, targets, weights))
+
+
+def with_bias():
+    return {"use_bias": True, "tie_embeddings": False, "sub_norm": False}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "packed", "changes"),
+    [
+        (ONE_BRANCH, True, {}),
+        pytest.param(TWO_BRANCHES, True, {"scan_layers": False}, marks=SLOW),
+        pytest.param(TWO_BRANCHES, False, with_bias(), marks=SLOW),
+    ],
+)
+def test_decoder_equals_its_definition(pattern, packed, changes):
+    sizes = {name: value for name, value in changes.items() if name != "scan_layers"}
+    parameters, right = expected(pattern, packed=packed, **sizes)
+    ids = IDS if packed else None
+    model, _ = functional(LongNetDecoder, config_of(pattern=pattern, **changes))
+    call = with_gradient(lambda p, tokens: model(p)(tokens, segment_ids=ids))
+    assert_close(call(parameters, TOKENS, *next_token_targets(TOKENS, ids)), right)
+
+
+def stored(ring, x, fill=0):
+    """An array in the order of the sequence, as the ring stores it."""
+    laid_out = np.asarray(rj.to_layout(x, ring.layout, ring.size("axis_name"), fill=fill))
+    return jax.device_put(laid_out, NamedSharding(ring.mesh, PartitionSpec(*ring.spec()[: laid_out.ndim])))
+
+
+def placed(parameters, specs, mesh):
+    return jax.tree.map(lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), parameters, specs)
+
+
+def mesh_of(sizes: dict[str, int], kind=AxisType.Auto) -> Mesh:
+    devices = np.array(jax.devices()[: math.prod(sizes.values())]).reshape(*sizes.values())
+    return Mesh(devices, tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+ALL_AXES = {"data": 2, "ring": 2, "tensor": 2}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "layout", "kind", "seq_len", "packed"),
+    [
+        ({"ring": 2}, "zigzag", AxisType.Auto, None, True),
+        pytest.param({"ring": 3}, "zigzag", AxisType.Auto, 44, False, marks=SLOW),
+        pytest.param({"ring": 4}, "contiguous", AxisType.Auto, None, False, marks=SLOW),
+        pytest.param(ALL_AXES, "zigzag", AxisType.Auto, 44, True, marks=SLOW),
+        pytest.param(ALL_AXES, "contiguous", AxisType.Explicit, None, False, marks=SLOW),
+    ],
+)
+def test_same_numbers_on_any_ring(sizes, layout, kind, seq_len, packed):
+    axes = {"batch_axis": "data", "head_axis": "tensor"} if "data" in sizes else {}
+    ring = rj.Ring(mesh_of(sizes, kind), layout=layout, **axes)
+    parameters, (logits, gradient) = expected(seq_len=seq_len, packed=packed)
+    model, _ = functional(LongNetDecoder, config_of(), ring)
+    shapes = nnx.eval_shape(lambda: LongNetDecoder(config_of(), ring=ring, rngs=nnx.Rngs(0)))
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(shapes, nnx.Param)))
+    given = [stored(ring, x) for x in (TOKENS, *next_token_targets(TOKENS, IDS if packed else None, seq_len))]
+    ids = stored(ring, IDS, fill=-1) if packed else None
+    call = with_gradient(lambda p, tokens: model(p)(tokens, segment_ids=ids, seq_len=seq_len))
+    with jax.set_mesh(ring.mesh):
+        got, slopes = call(placed(parameters, specs, ring.mesh), *given)
+    assert got.sharding.is_equivalent_to(NamedSharding(ring.mesh, PartitionSpec(*ring.spec()[:2])), 3)
+    got = rj.from_layout(np.asarray(got), layout, sizes["ring"])
+    kept = slice(seq_len)  # what stands after it is nobody's
+    assert_close((got[:, kept], jax.tree.map(np.asarray, slopes)), (logits[:, kept], gradient))
+
+
+@SLOW
+def test_parameters_do_not_depend_on_the_ring():
+    whole = nnx.to_pure_dict(nnx.state(LongNetDecoder(config_of(num_layers=1), rngs=nnx.Rngs(3)), nnx.Param))
+    ring = rj.Ring(ring_mesh(2, 2, names=("ring", "tensor")), head_axis="tensor")
+    model = LongNetDecoder(config_of(num_layers=1), ring=ring, rngs=nnx.Rngs(3))
+    assert jax.tree.all(jax.tree.map(np.array_equal, whole, nnx.to_pure_dict(nnx.state(model, nnx.Param))))
+    query = model.blocks.attention.query.kernel[...]
+    assert query.sharding.is_equivalent_to(NamedSharding(ring.mesh, PartitionSpec(None, None, "tensor")), 4)
+
+
+def test_parameters_say_over_which_axis_they_are():
+    ring = rj.Ring(ring_mesh(2, 2, names=("ring", "tensor")), head_axis="tensor")
+    model = nnx.eval_shape(lambda: LongNetDecoder(config_of(use_bias=True), ring=ring, rngs=nnx.Rngs(0)))
+    specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(model, nnx.Param)))
+    block_specs, heads = specs["blocks"], PartitionSpec(None, None, "tensor", None)
+    assert block_specs["attention"]["query"]["kernel"] == heads
+    assert block_specs["attention"]["out"]["kernel"] == PartitionSpec(None, "tensor", None, None)
+    assert block_specs["expand"]["kernel"] == PartitionSpec(None, None, "tensor")
+    assert block_specs["expand"]["bias"] == PartitionSpec(None, "tensor")
+    assert block_specs["contract"]["kernel"] == PartitionSpec(None, "tensor", None)
+    assert specs["embed"]["embedding"] == block_specs["contract"]["bias"] == PartitionSpec()
+
+
+@SLOW
+def test_initial_weights_are_as_said():
+    config = LongNetConfig(num_layers=8, features=64, num_heads=4, vocab_size=500, pattern=ONE_BRANCH, use_bias=True)
+    p = nnx.to_pure_dict(nnx.state(LongNetDecoder(config, rngs=nnx.Rngs(0)), nnx.Param))
+    b = p["blocks"]
+    spread = {"query": b["attention"]["query"], "out": b["attention"]["out"], "expand": b["expand"]}
+    spread = {name: float(np.std(x["kernel"])) for name, x in {**spread, "contract": b["contract"]}.items()}
+    right = {"query": 1 / 8, "out": 1 / 8 / 4, "expand": 1 / 8, "contract": 1 / 16 / 4}
+    assert all(abs(spread[name] / right[name] - 1) < 0.03 for name in right), spread
+    assert abs(float(np.std(p["embed"]["embedding"])) * 8 - 1) < 0.03
+    assert len(np.unique(b["expand"]["kernel"])) > 0.9 * b["expand"]["kernel"].size  # each layer its own
+    for name in ("attention_norm", "feed_forward_norm", "hidden_norm"):
+        assert (b[name]["scale"] == 1).all() and not b[name]["bias"].any()
+    assert not b["expand"]["bias"].any()
+
+
+def lowered_gradient(config, ring=None) -> str:
+    """The gradient's program before it is compiled."""
+    model, shapes = functional(LongNetDecoder, config, ring)
+    sharding = None if ring is None else NamedSharding(ring.mesh, PartitionSpec(None, "ring"))
+    tokens = jax.ShapeDtypeStruct(TOKENS.shape, jnp.int32, sharding=sharding)
+    return jax.jit(jax.grad(lambda p, tokens: model(p)(tokens).sum())).lower(shapes, tokens).as_text()
+
+
+def test_attention_is_not_computed_again_in_the_backward_pass(monkeypatch):
+    ring = rj.Ring(ring_mesh(2))
+    config = config_of(pattern=rj.DilationPattern((LENGTH,), (1,)))  # one hop forward
+    kept = lowered_gradient(config, ring).count("collective_permute")
+    monkeypatch.setattr(block, "KEEP_ATTENTION", jax.checkpoint_policies.nothing_saveable)
+    assert lowered_gradient(config, ring).count("collective_permute") == kept + 1
+
+
+def test_remat_keeps_little():
+    def kept_bytes(**changes) -> int:
+        model, shapes = functional(LongNetDecoder, config_of(**changes))
+        _, pull = jax.eval_shape(lambda p: jax.vjp(lambda p: model(p)(TOKENS), p), shapes)
+        return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(pull))
+
+    row = BATCH * LENGTH * 4 * LAYERS  # bytes of one feature of each token in each layer
+    parameters = sum(x.size * 4 for x in jax.tree.leaves(functional(LongNetDecoder, config_of())[1]))
+    kept = FEATURES + HEADS * DIM + HEADS  # the stream, and of the attention out and lse
+    few = kept_bytes()
+    assert few <= parameters + row * kept + 4 * row * FEATURES  # the last is for embedding, last norm and logits
+    assert kept_bytes(remat=False) > 3 * few
+
+
+def test_blocks_in_a_loop_are_compiled_once():
+    def size(num_layers, scan_layers):
+        model, shapes = functional(LongNetDecoder, config_of(num_layers=num_layers, scan_layers=scan_layers))
+        return len(jax.jit(lambda p: model(p)(TOKENS)).lower(shapes).as_text())
+
+    assert size(4, True) < 1.02 * size(2, True)
+    assert size(4, False) > 1.5 * size(2, False)
+
+
+def test_targets_stay_within_documents():
+    tokens, ids = np.arange(1, 13).reshape(1, 12), np.array([[0, 0, 0, 4, 4, 0, 0, -1, -1, 2, 2, 2]])
+    targets, weights = next_token_targets(tokens, ids, seq_len=11)
+    assert targets.tolist() == [[2, 3, 0, 5, 0, 7, 0, 0, 0, 11, 0, 0]]
+    assert weights.tolist() == [[1, 1, 0, 1, 0, 1, 0, 0, 0, 1, 0, 0]]
+    targets, weights = next_token_targets(tokens)
+    assert targets.tolist() == [[*range(2, 13), 0]] and weights.tolist() == [[1] * 11 + [0]]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_loss_in_any_layout_equals_a_loop_over_documents(layout):
+    logits, ring = random(BATCH, LENGTH, VOCABULARY), rj.Ring(ring_mesh(4), layout=layout)
+    right, count = 0.0, 0
+    for b in range(BATCH):
+        for document in set(IDS[b].tolist()) - {-1}:
+            at = np.flatnonzero(IDS[b] == document)
+            for p in at[:-1]:
+                scores = logits[b, p].astype(np.float64)
+                right += math.log(np.exp(scores).sum()) - scores[TOKENS[b, p + 1]]
+                count += 1
+    logits[IDS < 0] = np.nan  # whatever padding holds
+    given = [stored(ring, x) for x in (logits, *next_token_targets(TOKENS, IDS))]
+    total, weight = jax.jit(token_loss)(*given)
+    assert abs(float(total) / right - 1) < 1e-6 and float(weight) == count
+    slope = jax.jit(jax.grad(lambda logits, *rest: token_loss(logits, *rest)[0]))(*given)
+    assert np.isfinite(slope).all()
+
+
+def decoder(config, ring=None):
+    """Parameters, and compiled: the whole sequence, prefill, and extend, which counts its traces."""
+    model, shapes = functional(LongNetDecoder, config, ring)
+    traces = []
+
+    def extend(p, tokens, caches, counts):
+        traces.append(tokens.shape)
+        return model(p).extend(tokens, caches, counts)
+
+    whole = COMPILE(lambda p, tokens: model(p)(tokens))
+    prefill = COMPILE(lambda p, tokens, lengths: model(p).prefill(tokens, LENGTH + 4, lengths=lengths))
+    return drawn(shapes), whole, prefill, COMPILE(extend), traces
+
+
+def assert_decodes(config, lengths, chunks, ring=None):
+    """A prefill of prompts of these lengths, then chunks of tokens, of which each entry has its own count."""
+    parameters, whole, *_ = decoder(config)
+    right = np.asarray(whole(parameters, TOKENS))
+    parameters, _, prefill, extend, traces = decoder(config, ring)
+    at, prompt = np.array(lengths), TOKENS[:, : max(lengths)]
+    prompt = prompt if ring is None else stored(ring, prompt)
+    logits, caches = prefill(parameters, prompt, at)
+    if ring is not None:
+        logits = rj.from_layout(np.asarray(logits), ring.layout, ring.size("axis_name"))
+    for b, length in enumerate(lengths):
+        assert error(logits[b, :length], right[b, :length]) <= 2e-5
+    for counts in chunks:
+        width = max(counts)
+        index = np.minimum(at[:, None] + np.arange(width), LENGTH - 1)
+        logits, caches = extend(parameters, np.take_along_axis(TOKENS, index, 1), caches, np.array(counts))
+        for b, count in ((b, count) for b, count in enumerate(counts) if count):
+            assert error(logits[b, :count], right[b, at[b] : at[b] + count]) <= 2e-5, (b, at, count)
+        at = at + counts
+    assert len(caches) == LAYERS and caches[0].lengths.tolist() == at.tolist()
+    assert len(traces) == len({max(counts) for counts in chunks})
+
+
+def test_decoding_equals_the_whole_sequence():
+    config = config_of(pattern=TWO_BRANCHES)
+    assert_decodes(config, (21, 13), [(1, 1)] * 8 + [(0, 1)] * 5 + [(1, 1)] * 14)
+
+
+@SLOW
+@pytest.mark.parametrize(
+    ("changes", "ring_size"),
+    [
+        ({"positions": "xpos", "sub_norm": False}, 1),
+        ({"positions": None, "num_kv_heads": 1, "scan_layers": False}, 1),
+        ({"pattern": rj.DilationPattern((8, 40), (1, 3), offsets="block", mixing="detached")}, 2),
+        ({"pattern": TWO_BRANCHES, "positions": "xpos"}, 2),
+    ],
+)
+def test_decoding_of_many_kinds(changes, ring_size):
+    ring = None if ring_size == 1 else rj.Ring(ring_mesh(ring_size), layout="zigzag")
+    chunks = [(5, 3), (1, 1), (5, 5), (1, 0), (5, 1), (1, 1)]
+    assert_decodes(config_of(**{"pattern": TWO_BRANCHES, **changes}), (20, 7), chunks, ring)
+
+
+@SLOW
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_generating_on_a_ring(kind):
+    model, shapes = functional(LongNetDecoder, config_of(pattern=TWO_BRANCHES))
+    right = model(drawn(shapes)).generate(TOKENS[:, :10], 6, lengths=np.array([10, 7]), greedy=True)
+    ring = rj.Ring(mesh_of(ALL_AXES, kind), layout="zigzag", batch_axis="data", head_axis="tensor")
+    on_ring = LongNetDecoder(config_of(pattern=TWO_BRANCHES), ring=ring, rngs=nnx.Rngs(0))
+    own = nnx.to_pure_dict(nnx.state(on_ring, nnx.Param))
+    put = jax.tree.map(lambda x, old: jax.device_put(x, old.sharding), drawn(shapes), own)
+    nnx.update(on_ring, put)
+    with jax.set_mesh(ring.mesh):
+        got = on_ring.generate(TOKENS[:, :10], 6, lengths=np.array([10, 7]), greedy=True)
+    assert np.array_equal(got, right)
+
+
+def test_generate_takes_the_likeliest_token_in_one_program(monkeypatch):
+    model, shapes = functional(LongNetDecoder, config_of())
+    parameters, traces, extend = drawn(shapes), [], LongNetDecoder.extend
+    monkeypatch.setattr(LongNetDecoder, "extend", lambda *a: traces.append(1) or extend(*a))
+    prompt, lengths = TOKENS[:, :9], np.array([9, 5])
+    made = COMPILE(lambda p, x: model(p).generate(x, 4, lengths=lengths, greedy=True))(parameters, prompt)
+    assert len(traces) == 1
+    logits = np.asarray(COMPILE(lambda p, x: model(p)(x))(parameters, _joined(prompt, lengths, np.asarray(made))))
+    for b, length in enumerate(lengths):
+        assert (logits[b, length - 1 : length + 3].argmax(-1) == made[b]).all()
+
+
+def _joined(prompt, lengths, made):
+    tokens = np.zeros((len(prompt), prompt.shape[1] + made.shape[1]), prompt.dtype)
+    for b, length in enumerate(lengths):
+        tokens[b, : length + made.shape[1]] = [*prompt[b, :length], *made[b]]
+    return tokens
+
+
+@SLOW
+def test_generate_draws_and_compiles_once(monkeypatch):
+    model, shapes = functional(LongNetDecoder, config_of())
+    traces, extend = [], LongNetDecoder.extend
+    monkeypatch.setattr(LongNetDecoder, "extend", lambda *a: traces.append(1) or extend(*a))
+    model, prompt = model(drawn(shapes)), TOKENS[:, :9]
+    draw = functools.partial(model.generate, prompt, 12, top_k=3)
+    first = draw(rng=jax.random.key(0), temperature=jnp.float32(2.0))
+    assert np.array_equal(first, draw(rng=jax.random.key(0), temperature=2.0))
+    assert not np.array_equal(first, draw(rng=jax.random.key(1), temperature=2.0))
+    cold = draw(rng=jax.random.key(0), temperature=jnp.float32(1e-6))
+    assert len(traces) == 2  # with a temperature that is an array, and with one that is a number
+    assert np.array_equal(cold, model.generate(prompt, 12, greedy=True))
+
+
+@pytest.mark.parametrize("kind", ["tokens", pytest.param("vectors", marks=SLOW), pytest.param("stream", marks=SLOW)])
+def test_encoder_equals_its_definition(kind):
+    widths = {"tokens": {}, "vectors": {"vocab_size": None, "input_features": 6}, "stream": {"vocab_size": None}}
+    model, shapes = functional(LongNetEncoder, config_of(**widths[kind]))
+    p = drawn(shapes)
+    inputs = {"tokens": TOKENS, "vectors": random(BATCH, LENGTH, 6), "stream": random(BATCH, LENGTH, FEATURES)}[kind]
+    got = COMPILE(lambda p, x: model(p)(x, seq_len=40))(p, inputs)
+    x = p["embed"]["embedding"][inputs] if kind == "tokens" else inputs
+    x = linear(p["embed"], x) if kind == "vectors" else x
+    right = COMPILE(lambda p, x: definition(p, x, ONE_BRANCH, is_causal=False, seq_len=40))(p, x)
+    assert error(got[:, :40], right[:, :40]) <= LIMIT
+
+
+@SLOW
+def test_encoder_on_a_ring():
+    config, ring = config_of(pattern=TWO_BRANCHES), rj.Ring(ring_mesh(4), layout="zigzag")
+    (model, shapes), (on_ring, _) = functional(LongNetEncoder, config), functional(LongNetEncoder, config, ring)
+    p, told = drawn(shapes), {"seq_len": 44}
+    right = np.asarray(COMPILE(lambda p, x, ids: model(p)(x, segment_ids=ids, **told))(p, TOKENS, IDS))
+    is_real = (IDS >= 0) & (np.arange(LENGTH) < 44)
+    right = np.stack([x[real].mean(axis=0) for x, real in zip(right, is_real, strict=True)])
+    given = stored(ring, TOKENS), stored(ring, IDS, fill=-1)
+    got = COMPILE(lambda p, x, ids: on_ring(p)(x, segment_ids=ids, pool=True, **told))(p, *given)
+    assert error(got, right) <= LIMIT
+
+
+@SLOW
+def test_no_device_gathers_the_stream():
+    ring = rj.Ring(mesh_of({"data": 2, "ring": 4}), layout="zigzag", batch_axis="data")
+    model, shapes = functional(LongNetDecoder, config_of(), ring)
+    call = with_gradient(lambda p, tokens: model(p)(tokens))
+    program = call.lower(drawn(shapes), *(stored(ring, x) for x in (TOKENS, *next_token_targets(TOKENS)))).compile()
+    assert "all-gather" not in program.as_text() and "all-to-all" not in program.as_text()
+
+
+def test_dtypes():
+    for dtype in (jnp.bfloat16, jnp.float32, None):
+        model, shapes = functional(LongNetDecoder, config_of(dtype=dtype))
+        with jax.numpy_dtype_promotion("standard"):  # as the layer norm of Flax needs
+            logits = jax.eval_shape(lambda p: model(p)(TOKENS), shapes)  # noqa: B023
+            stream = jax.eval_shape(lambda p: model(p).features(jnp.zeros((1, 8, FEATURES), dtype)), shapes)  # noqa: B023
+        assert logits.dtype == jnp.float32 and logits.shape == (BATCH, LENGTH, VOCABULARY)
+        assert stream.dtype == (jnp.bfloat16 if dtype == jnp.bfloat16 else jnp.float32)
+        assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(shapes))
+
+
+def test_presets_take_changes():
+    sizes = [getattr(LongNetConfig, name)(vocab_size=9) for name in ("tiny", "small", "base", "large")]
+    assert [(c.num_layers, c.features, c.num_heads) for c in sizes] == [
+        (2, 64, 4),
+        (6, 512, 8),
+        (12, 768, 12),
+        (24, 1024, 16),
+    ]
+    assert LongNetConfig.base(num_layers=3).num_layers == 3
+    assert hash(sizes[0]) == hash(LongNetConfig.tiny(vocab_size=9)) and sizes[0] == LongNetConfig.tiny(vocab_size=9)
+
+
+def make(kind=LongNetDecoder, **changes):
+    return nnx.eval_shape(lambda: kind(config_of(**changes), rngs=nnx.Rngs(0)))
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: config_of(num_kv_heads=3), "`num_heads` must be a multiple of `num_kv_heads`, got 4 and 3"),
+        (lambda: config_of(features=18), "`features` must be a multiple of `num_heads` where .* got 18 and 4"),
+        (lambda: config_of(positions="sine"), "`positions` must be None or one of .* got 'sine'"),
+        (lambda: config_of(pattern=3), "`pattern` must be a DilationPattern, got int"),
+        (lambda: config_of(remat=1), "`remat` must be a bool, got 1"),
+        (lambda: config_of(norm_epsilon=0), "`norm_epsilon` must be above 0, got 0"),
+        (lambda: config_of(num_layers=0), "`num_layers` must be .* got 0"),
+        (lambda: make(vocab_size=None), "`vocab_size` must be given for a decoder, got None"),
+        (
+            lambda: make(LongNetEncoder, input_features=3),
+            "only one of `vocab_size` and `input_features` .* got 11 and 3",
+        ),
+        (lambda: make(LongNetEncoder, positions="xpos"), "`is_causal` must be True for `positions=.xpos.`"),
+        (lambda: make().extend(TOKENS, ()), "`caches` must be 2 caches, one per block, got 0"),
+        (lambda: make().generate(TOKENS[0], 3), r"`prompt` must have the shape \(batch, length\), got \(48,\)"),
+        (lambda: make().generate(TOKENS, 3, lengths=np.array([0, 3])), r"`lengths` must be at least 1 .* got \[0, 3\]"),
+        (lambda: make().generate(TOKENS, 3, max_len=20), "`max_len` must be .* 48.* got 20"),
+        (lambda: next_token_targets(TOKENS[0]), r"`tokens` must be integers of shape .* got int32 of \(48,\)"),
+        (lambda: next_token_targets(TOKENS, IDS[:1]), r"`segment_ids` must be integers of shape \(2, 48\)"),
+        (lambda: next_token_targets(TOKENS, seq_len=49), "`seq_len` must be at most the length 48 of `tokens`, got 49"),
+        (lambda: token_loss(jnp.ones((2, 3, 4)), TOKENS, TOKENS), r"`targets` and `weights` must have .* \(2, 3, 4\)"),
+    ],
+)
+def test_errors_name_the_argument(call, text):
+    with pytest.raises(ValueError, match=text):
+        call()
