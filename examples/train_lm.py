@@ -56,7 +56,7 @@ class Config:
     seq_len: int = flag(2048, "bytes in a sequence")
     batch: int = flag(4, "sequences in an optimiser step, of all devices together")
     accumulate: int = flag(1, "micro-batches of a step, one after the other")
-    steps: int = flag(300, "optimiser steps")
+    steps: int = flag(250, "optimiser steps")
     learning_rate: float = flag(1e-2, "highest learning rate")
     warmup: int = flag(20, "steps in which it rises; then it falls along a cosine to a tenth")
     weight_decay: float = flag(0.1, "of AdamW, for matrices")
@@ -329,7 +329,7 @@ def sample(training: Training, state: State) -> str:
     rng = jax.random.wrap_key_data(devices.whole_on_host(state.rng))
     length = training.config.sample_bytes
     tokens = model.generate(jnp.asarray(prompt, jnp.int32)[None], length, rng=rng, temperature=0.8)
-    return (prompt.tobytes() + bytes(np.asarray(tokens)[0].tolist()[-length:])).decode(errors="replace")
+    return (prompt.tobytes() + bytes(np.asarray(tokens)[0].tolist())).decode(errors="replace")
 
 
 def run(config: Config) -> int:
