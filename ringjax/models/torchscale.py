@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from ringjax.devices import Ring
@@ -21,6 +23,7 @@ from ringjax.pattern import DilationPattern
 
 Kind = Literal["decoder", "encoder"]
 Weights = dict[str, np.ndarray]
+Model = LongNetDecoder | LongNetEncoder
 
 # ours and torchscale's names within a block
 LINEARS = {"expand": "ffn.fc1", "contract": "ffn.fc2"}
@@ -39,7 +42,7 @@ def from_torchscale(
     kind: Kind | None = None,
     ring: Ring | None = None,
     **changes: Any,  # noqa: ANN401
-) -> LongNetDecoder | LongNetEncoder:
+) -> Model:
     """A model with the weights of a torchscale `LongNetDecoder` or `LongNetEncoder`.
 
     Its pattern has torchscale's offsets (``"block"``) and mixing (``"detached"``). Sub-norms and xPos are there if the
@@ -111,9 +114,9 @@ def from_torchscale(
     pairs = weights[f"layers.0.{XPOS}"].size if has_xpos else 0
     if has_xpos and 2 * pairs * num_heads != features:
         raise ValueError(f"`num_heads` must be {features} features / (2 * {pairs} of {XPOS}), got {num_heads}.")
-    model = (LongNetDecoder if kind == "decoder" else LongNetEncoder)(config, ring=ring, rngs=nnx.Rngs(0))
-    _fill(model, _parameters(weights, config, has_tokens))
-    return model
+    kind_of_model = LongNetDecoder if kind == "decoder" else LongNetEncoder
+    empty = nnx.eval_shape(lambda: kind_of_model(config, ring=ring, rngs=nnx.Rngs(0)))
+    return _filled(empty, _parameters(weights, config, has_tokens))
 
 
 def _prefix_and_kind(state_dict: Mapping[str, ArrayLike], kind: Kind | None) -> tuple[str, Kind]:
@@ -188,13 +191,15 @@ def _norm(weights: Weights, name: str) -> dict[str, np.ndarray]:
     return {"scale": weights[f"{name}.weight"], "bias": weights[f"{name}.bias"]}
 
 
-def _fill(model: nnx.Module, parameters: dict[str, Any]) -> None:
-    """Puts parameters, nested by name, where those of the model are."""
-    state = nnx.state(model, nnx.Param)
-    own = nnx.to_pure_dict(state)
-    given, wanted = (jax.tree.map(np.shape, tree) for tree in (parameters, own))
+def _filled(empty: Model, parameters: dict[str, Any]) -> Model:
+    """A model of shapes with these parameters, nested by name, sharded as the model says."""
+    graph, state = nnx.split(empty)
+    shapes, specs = nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.get_partition_spec(state))
+    given, wanted = (jax.tree.map(np.shape, tree) for tree in (parameters, shapes))
     if given != wanted:
         raise ValueError(f"`state_dict` must have arrays that fit together: the model takes {wanted}, got {given}.")
-    placed = jax.tree.map(lambda x, old: jax.device_put(x.astype(old.dtype), old.sharding), parameters, own)
-    nnx.replace_by_pure_dict(state, placed)
-    nnx.update(model, state)
+    mesh = empty.blocks.attention.core.mesh
+    sharding = jax.tree.map(lambda _, spec: None if mesh is None else NamedSharding(mesh, spec), parameters, specs)
+    typed = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), parameters, shapes)
+    nnx.replace_by_pure_dict(state, jax.tree.map(jax.device_put, typed, sharding))
+    return nnx.merge(graph, state)
