@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 from ringjax.cli.arguments import Job
 from ringjax.cli.roofline import Estimate, estimate
+from ringjax.geometry import StrategyName
 from ringjax.plan import Plan
+from ringjax.report import bytes_text
 
 
 class Finding(NamedTuple):
@@ -125,26 +127,20 @@ def _memory(job: Job, plan: Plan) -> list[Finding]:
         except ValueError:
             break
     fix = f"--ring {ring}" if needed <= limit else "fewer tokens, or heads over another axis (--head-shards)"
-    return [Finding(f"training needs more than the {limit / 1e9:.1f} GB of a device", fix)]
+    return [Finding(f"training needs more than the {bytes_text(limit)} of a device", fix)]
 
 
 def best_choice(job: Job) -> Choice:
-    """The layout and strategy that cost least, among those that fit; of equals the one that sends and holds less."""
+    """The layout and strategy that cost least, among those that fit; of equals the one that does, sends, holds less."""
+    limit = job.memory_limit or math.inf
     choices = []
     for layout in ("contiguous", "zigzag") if job.ring_size > 1 else ("contiguous",):
-        for strategy in ("auto", "ring", "gather") if job.ring_size > 1 else ("auto",):
-            other = dataclasses.replace(job, layout=layout, strategy=strategy, stored_length=None)
-            plan = other.plan()
+        for strategy in get_args(StrategyName) if job.ring_size > 1 else ("auto",):
+            plan = dataclasses.replace(job, layout=layout, strategy=strategy, stored_length=None).plan()
             sent = sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
-            cost = max(plan.flops)
-            if job.hardware is not None:
-                cost = estimate(plan, job.hardware).training_seconds
-            choices.append(Choice(layout, strategy, cost, sent, plan.memory(job.platform).gradient))
-    limit = job.memory_limit or math.inf
-    least = min(choices, key=lambda c: (c.gradient_memory > limit, c.cost))
-    alike = [
-        c
-        for c in choices
-        if c.cost <= 1.01 * least.cost and (c.gradient_memory > limit) <= (least.gradient_memory > limit)
-    ]
-    return min(alike, key=lambda c: (c.sent, c.gradient_memory))
+            cost = max(plan.flops) if job.hardware is None else estimate(plan, job.hardware).training_seconds
+            choice = Choice(layout, strategy, cost, sent, plan.memory(job.platform).gradient)
+            choices.append((choice.gradient_memory > limit, round(max(plan.flops)), choice))
+    too_much, _, least = min(choices, key=lambda c: (c[0], c[2].cost))
+    alike = [c for c in choices if c[2].cost <= 1.01 * least.cost and c[0] <= too_much]
+    return min(alike, key=lambda c: (c[1], c[2].sent, c[2].gradient_memory))[2]

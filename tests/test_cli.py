@@ -1,0 +1,225 @@
+"""The command line as a user has it: exit codes, one-line errors, JSON, and the plan's report."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+import ringjax as rj
+from ringjax.cli.arguments import Job, parse_bytes, parse_count, parse_pattern
+from ringjax.cli.hardware import DEVICES
+from ringjax.cli.main import COMMANDS, main, parser
+from ringjax.cli.plan import longest_that_fits, plan_report, sweep
+from ringjax.cli.roofline import estimate
+
+PLAN = ["plan", "--seq-len", "64K", "--heads", "8", "--head-dim", "64", "--pattern", "2K/1,T/16", "--ring", "8"]
+JOB = Job(65536, num_heads=8, head_dim=64, pattern_text="2K/1,T/16", ring_size=8, is_causal=True, layout="zigzag")
+
+
+def command(*words):
+    return subprocess.run([sys.executable, "-m", "ringjax", *words], capture_output=True, text=True, check=False)
+
+
+def answer(capsys, *words):
+    """What a command says in JSON."""
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_user_plans():
+    done = command(*PLAN, "--causal", "--device", "h100", "--json")
+    assert (done.returncode, done.stderr) == (0, "")
+    said = json.loads(done.stdout)
+    assert {"command", "plan", "memory", "fits", "longest_seq_len", "estimate", "warnings", "best"} <= set(said)
+    assert [b["where"] for b in said["plan"]["branches"]] == ["local", "ring"]
+    assert said["estimate"]["is_estimate"] is True
+
+
+def test_a_user_errs():
+    done = command(*PLAN, "--layout", "spiral")
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ringjax plan: error: argument --layout: invalid choice: 'spiral'")
+    assert line.endswith("(see ringjax plan --help)")
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["plan", "--seq-len", "1X"], "'1X' must be a whole number such as 65536, 256K or 1M"),
+        (["plan", "--memory", "80"], None),
+        (["plan", "--memory", "80XB"], "'80XB' must be an amount of memory such as 80GB or 16GiB"),
+        (["plan", "--pattern", "2K-1"], "--pattern must be longnet, auto, or segments/rates such as 2K/1,16K/4,T/16"),
+        (["plan", "--kv-heads", "3"], "`num_heads` must be a multiple of `num_kv_heads`, got 16 and 3"),
+        (["plan", "--sweep", "ring"], "--sweep must be a name and values such as ring=1,2,4,8, got 'ring'"),
+        (["plan", "--sweep", "mood=1,2"], "--sweep must name one of ring, seq-len"),
+        (["plan", "--sweep", "layout=spiral"], "--sweep layout must take values among contiguous, zigzag"),
+        (["draw", "mask", "--seq-len", "64K"], "--seq-len must be at most 1024 to draw a mask, got 65536"),
+        (["draw", "mask", "-o", "mask.gif"], "-o must name a .png or .svg file, got 'mask.gif'"),
+        (["draw", "ring", "--ring", "1"], "--ring must be from 2 to 64 to draw a ring, got 1"),
+        (["rehearse", "--target", "tpu:v9:2x2"], "must be one of ('v5e', 'v5p', 'v6e'), a colon and a grid"),
+        (["rehearse", "--target", "cuda:h100:8"], "such as cuda:h100:1x8x8, got 'cuda:h100:8'"),
+        (["rehearse"], "the following arguments are required: --target"),
+        (["tune", "--ring", "9"], "--ring must be at most 8, the devices at hand, got 9"),
+        (["fly"], "argument COMMAND: invalid choice: 'fly'"),
+        ([], "the following arguments are required: COMMAND"),
+    ],
+)
+def test_wrong_input_is_one_line(words, text, capsys):
+    try:
+        code = main(words)
+    except SystemExit as end:  # what argparse itself refuses
+        code = end.code
+    said = capsys.readouterr()
+    if text is None:
+        assert (code, said.err) == (0, "")
+        return
+    assert (code, said.out) == (2, "")
+    (line,) = said.err.splitlines()
+    assert line.startswith("ringjax")
+    assert text in line
+    assert "--help" in line
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_has_examples(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        parser(name).parse_args([name, "--help"])
+    assert end.value.code == 0
+    said = capsys.readouterr().out
+    assert f"ringjax {name}" in said.partition("examples:")[2]
+    assert "--json" in said
+
+
+def test_sizes_and_patterns():
+    assert [parse_count(x) for x in ("1M", "1.5K", "1,000", "7")] == [2**20, 1536, 1000, 7]
+    assert [parse_bytes(x) for x in ("80GB", "1.5GiB", "12")] == [80 * 10**9, 3 * 2**29, 12]
+    assert parse_pattern("2K/1, T/16", 4096) == rj.DilationPattern((2048, 4096), (1, 16))
+    assert parse_pattern("longnet", 4096) == rj.DilationPattern.longnet()
+    assert parse_pattern("auto", 2**20, offsets="block").offsets == "block"
+    for wrong in ("0", "-1", "1.2345", "x", ""):
+        with pytest.raises(ValueError, match="must be a whole number"):
+            parse_count(wrong)
+
+
+def test_plan_says_what_the_library_plans(capsys):
+    said = answer(capsys, *PLAN, "--causal")
+    made = rj.plan(
+        rj.DilationPattern((2048, 65536), (1, 16)),
+        seq_len=65536,
+        num_heads=8,
+        head_dim=64,
+        ring_size=8,
+        is_causal=True,
+        layout="zigzag",  # by default, where causal
+        dtype="bfloat16",
+    )
+    assert said["plan"] == json.loads(json.dumps(made.to_dict()))
+    assert said["memory"] == {"forward_bytes": made.forward_memory, "training_bytes": made.gradient_memory}
+    assert (said["fits"], said["estimate"], said["longest_seq_len"]) == (None, None, None)
+    assert main([*PLAN, "--causal", "--device", "v5p"]) == 0
+    text = capsys.readouterr().out
+    for word in (
+        "65536/16",
+        "Memory per device (estimate, tpu",
+        "ESTIMATE",
+        "fits into 95.0 GiB",
+        "Best: --layout zigzag",
+    ):
+        assert word in text, word
+    assert all(len(line) <= 120 for line in text.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("changes", "about", "fix", "mended"),
+    [
+        ({"layout": "contiguous"}, "the busiest device does", "--layout zigzag", {"layout": "zigzag"}),
+        (
+            {"seq_len": 65000, "pattern_text": "2K/1,T/16"},
+            "is computed by position",
+            "--stored-length 65536",
+            {"stored_length": 65536},
+        ),
+        ({"pattern_text": "2K/2,T/16"}, "are in no branch", "a branch of rate 1", {"pattern_text": "2K/1,T/16"}),
+        ({"pattern_text": "2K/1"}, "a query sees at most", "such as --pattern ...,T/4", {"pattern_text": "2K/1,T/4"}),
+        ({"device": "v5e", "dtype": "float16"}, "instead of a kernel", "--dtype bf16", {"dtype": "bfloat16"}),
+        (
+            {"device": "h100", "ring_size": 64, "pattern_text": "T/512"},
+            "of the time of messages is not hidden",
+            "a smaller --ring",
+            {"ring_size": 1},
+        ),
+    ],
+)
+def test_each_warning_has_a_fix_that_mends_it(changes, about, fix, mended):
+    job = dataclasses.replace(JOB, **changes)
+    if changes.get("pattern_text") == "2K/2,T/16":
+        job = dataclasses.replace(job, num_kv_heads=1)
+        mended = {**mended, "num_kv_heads": 8}
+    (found,) = [w for w in plan_report(job).warnings if about in w.about][:1]
+    assert fix in found.fix
+    after = plan_report(dataclasses.replace(job, **mended)).warnings
+    assert not [w for w in after if about in w.about]
+
+
+def test_a_larger_ring_is_named_where_memory_is_short():
+    job = dataclasses.replace(JOB, seq_len=2**20, memory=10**9)
+    (found,) = [w for w in plan_report(job).warnings if w.about == "training needs more than the 953.7 MiB of a device"]
+    ring = int(found.fix.removeprefix("--ring "))
+    assert plan_report(dataclasses.replace(job, ring_size=ring)).fits
+    assert not plan_report(dataclasses.replace(job, ring_size=ring // 2)).fits
+    (hopeless,) = [w for w in plan_report(dataclasses.replace(JOB, memory=1000)).warnings if "needs more" in w.about]
+    assert "fewer tokens" in hopeless.fix
+
+
+def test_a_good_plan_has_no_warning():
+    report = plan_report(dataclasses.replace(JOB, seq_len=2**20, device="h100", pattern_text="2K/1,T/16"))
+    assert report.warnings == []
+    assert (report.fits, report.best.layout) == (True, "zigzag")
+
+
+def test_best_layout_is_contiguous_where_nothing_is_causal():
+    assert plan_report(dataclasses.replace(JOB, is_causal=False, layout="zigzag")).best.layout == "contiguous"
+
+
+def test_sweep(capsys):
+    said = answer(capsys, *PLAN, "--device", "v5p", "--sweep", "ring=1,2,4,8")
+    training = [row["memory"]["gradient"] for row in said["rows"]]
+    assert training == sorted(training, reverse=True)
+    assert [row["value"] for row in said["rows"]] == ["1", "2", "4", "8"]
+    assert said["rows"][0]["sent"] == 0
+    assert all(row["longest"] > 65536 and row["fits"] for row in said["rows"])
+    assert sweep(JOB, "kv-heads", ["3"])[0].error.startswith("`num_heads` must be a multiple")
+    assert main([*PLAN, "--sweep", "dtype=bf16,f32"]) == 0
+    assert "training memory" in capsys.readouterr().out
+
+
+def test_the_longest_sequence_fits_and_a_longer_one_does_not():
+    job = dataclasses.replace(JOB, memory=10**9)
+    longest = longest_that_fits(job)
+    needs = [dataclasses.replace(job, seq_len=n).plan().memory("cpu").gradient for n in (longest, longest * 51 // 50)]
+    assert needs[0] <= 10**9 < needs[1]
+    assert longest_that_fits(dataclasses.replace(JOB, memory=1000)) == 0
+
+
+def test_estimate_by_hand():
+    plan, device = JOB.plan(), DEVICES["h100"]
+    local, ring = estimate(plan, device).forward
+    assert local.compute == pytest.approx(max(plan.branches[0].flops) / 989e12)
+    assert (local.link, local.exposed) == (0, 0)
+    keys = 7 * 2 * (65536 // 8 // 16) * 8 * 64 * 2  # seven hops of k and v, bfloat16
+    assert ring.link == pytest.approx(keys / 450e9)
+    work = max(ring.compute, ring.memory)
+    assert ring.total == pytest.approx(7 * max(work / 8, ring.link / 7) + work / 8)
+    whole = estimate(plan, device)
+    assert 0 <= whole.hidden <= 1
+    assert whole.training_seconds > whole.forward_seconds > 0
+    assert estimate(dataclasses.replace(JOB, ring_size=1).plan(), device).hidden == 1
+
+
+def test_rings_of_gpus_leave_the_machine():
+    assert DEVICES["h100"].hop_bandwidth(4) == 450e9
+    assert DEVICES["h100"].hop_bandwidth(64) == 50e9
+    assert DEVICES["v5p"].hop_bandwidth(4096) == 100e9

@@ -1,0 +1,255 @@
+"""`ringjax doctor`, `tune` and `rehearse` on the devices at hand."""
+
+import json
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pytest
+from cases import QUICK, ring_mesh
+
+import ringjax as rj
+from ringjax.cli import rehearse as rehearsing
+from ringjax.cli import running
+from ringjax.cli.arguments import Job
+from ringjax.cli.main import main
+from ringjax.cli.rehearse import rehearsed_apart
+from ringjax.cli.tune import Trial, Tuning, load, tune
+from ringjax.rehearse.collectives import executed
+from ringjax.rehearse.compile import Rehearsal, lowered
+from ringjax.rehearse.targets import target_named
+
+JOB = Job(256, num_heads=4, head_dim=8, pattern_text="16/1,T/8", is_causal=True, layout="zigzag", dtype="float32")
+
+
+def test_a_user_calls_the_doctor():
+    command = [sys.executable, "-m", "ringjax", "doctor", "--cpu-devices", "2", "--seconds", "0", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    said = json.loads(done.stdout)
+    assert said["is_well"] is True
+    assert (said["devices"]["number"], said["devices"]["platform"], said["devices"]["processes"]) == (2, "cpu", 1)
+    assert said["versions"]["jax"] == __import__("importlib.metadata").metadata.version("jax")
+    assert [check["passed"] for check in said["checks"]] == [True, True]
+    assert all(0 < check["error"] < 2e-5 for check in said["checks"])
+    assert said["measurement"] is None
+
+
+def test_the_doctor_says_what_is_wrong(monkeypatch, capsys):
+    errors = iter([1e-7, float("nan")])
+    monkeypatch.setattr("ringjax.cli.doctor.error_against_oracle", lambda *_, **__: next(errors))
+    assert main(["doctor", "--seconds", "0"]) == 1
+    one, ring = (line for line in capsys.readouterr().out.splitlines() if line.startswith("check"))
+    assert one == "check      128 tokens on one device, forward and gradient: right (error 1.0e-07, at most 2e-05)"
+    assert "1024 tokens on a ring of 8 devices, zigzag, forward and gradient: WRONG" in ring
+
+
+@pytest.mark.slow
+def test_the_doctor_sees_what_is_wrong(monkeypatch, capsys):
+    right = running.dilated_attention
+    monkeypatch.setattr(running, "dilated_attention", lambda *x, **options: 1.001 * right(*x, **options))
+    monkeypatch.setattr("ringjax.cli.doctor.jax.device_count", lambda: 1)
+    assert main(["doctor", "--seconds", "0"]) == 1
+    said = capsys.readouterr().out
+    assert "128 tokens on one device, forward and gradient: WRONG" in said
+    assert "Something is WRONG" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 8])
+def test_the_doctor_measures(number):
+    command = [sys.executable, "-m", "ringjax", "doctor", "--cpu-devices", str(number), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    said = json.loads(done.stdout)
+    assert said["is_well"]
+    assert said["measurement"]["training_tokens_per_second"] > 0
+    assert (said["measurement"]["hop_bytes_per_second"] is None) == (number == 1)
+
+
+def test_hops_are_measured():
+    assert running.hop_bandwidth(ring_mesh(2), 4096, budget=0, hops=2) > 0
+
+
+def test_a_user_without_the_compiler_is_told_what_to_install(monkeypatch, capsys):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for target, extra in (("tpu:v5p:2x2x2", "rehearse-tpu"), ("cuda:h100:1x1x8", "rehearse-cuda")):
+        assert main(["rehearse", "--target", target]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"pip install 'ringjax[{extra}]'" in line
+
+
+@pytest.fixture
+def on_cpu(monkeypatch):
+    """Rehearsals for a TPU, compiled for CPU devices instead, in this process."""
+
+    def compile_here(target, workload, is_gradient, dump_to=None):
+        program = lowered(ring_mesh(target.devices), workload, is_gradient)
+        return Rehearsal(program.compile(compiler_options=QUICK), 1.0)
+
+    monkeypatch.setattr(rehearsing, "rehearse", compile_here)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+    def apart(command, *, input, **_):
+        asked = json.loads(input)
+        found = rehearsing.rehearsed(Job(**asked["job"]), target_named(asked["target"]), asked["part"])
+        return subprocess.CompletedProcess(command, 0, stdout=json.dumps(vars(found)), stderr="")
+
+    monkeypatch.setattr(rehearsing.subprocess, "run", apart)
+
+
+def test_rehearsal_beside_the_plan(on_cpu, capsys):
+    words = ["rehearse", "--target", "tpu:v5e:2x2", "--seq-len", "256", "--heads", "4", "--head-dim", "8", "--causal"]
+    words += ["--pattern", "16/1,T/8", "--dtype", "f32", "--strategy", "ring", "--pass", "forward"]
+    assert main([*words, "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)["rehearsals"]
+    assert found["devices"] == 4
+    assert found["permutes"] == found["planned_permutes"] == 3
+    assert found["sent_bytes"] == found["planned_sent_bytes"] == 3 * 2 * (256 // 4 // 8) * 4 * 8 * 4
+    assert found["other_collectives"] == 0
+    assert found["argument_bytes"] == 3 * 256 // 4 * 4 * 8 * 4
+    assert found["fits"] is True
+    assert main(words) == 0
+    said = capsys.readouterr().out
+    assert "exact" in said
+    assert "It fits into the 16.0 GiB of a device." in said
+
+
+def test_a_compiler_that_refuses_is_reported(on_cpu, monkeypatch, capsys):
+    def refuse(*_):
+        raise RuntimeError("RESOURCE_EXHAUSTED:\n needs 168 GB of 95 GB")
+
+    monkeypatch.setattr(rehearsing, "rehearse", refuse)
+    assert main(["rehearse", "--target", "tpu:v5p:2x2x1"]) == 1
+    assert "no program: RESOURCE_EXHAUSTED: needs 168 GB of 95 GB" in capsys.readouterr().out
+    assert rehearsed_apart(JOB, "tpu:v5p:2x2x1", "gradient").fits is False
+
+
+def test_a_compiler_that_dies_is_reported(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    dead = subprocess.CompletedProcess([], 139, stdout="", stderr="Segmentation fault\n")
+    monkeypatch.setattr(rehearsing.subprocess, "run", lambda *_, **__: dead)
+    found = rehearsed_apart(JOB, "cuda:h100:1x1x2", "gradient")
+    assert (found.error, found.fits, found.planned_permutes > 0) == ("Segmentation fault", False, True)
+
+
+LOOP = """HloModule jit_f, is_scheduled=true
+
+%body (x: (s32[], bf16[2,8], f32[4])) -> (s32[], bf16[2,8], f32[4]) {
+  %x = (s32[], bf16[2,8]{1,0}, f32[4]{0}) parameter(0)
+  %i = s32[] get-tuple-element(%x), index=0
+  %a = bf16[2,8]{1,0} get-tuple-element(%x), index=1
+  %b = f32[4]{0} get-tuple-element(%x), index=2
+  %start = ((bf16[2,8]{1,0}, f32[4]{0}), (bf16[2,8]{1,0}, f32[4]{0})) collective-permute-start(%a, %b), channel_id=1
+  %done = (bf16[2,8]{1,0}, f32[4]{0}) collective-permute-done(%start)
+  ROOT %t = (s32[], bf16[2,8]{1,0}, f32[4]{0}) tuple(%i, %a, %b)
+}
+
+%condition (y: (s32[], bf16[2,8], f32[4])) -> pred[] {
+  %y = (s32[], bf16[2,8]{1,0}, f32[4]{0}) parameter(0)
+  %n = s32[]{:T(128)} constant(6), metadata={op_name="f"}
+  %j = s32[] get-tuple-element(%y), index=0
+  ROOT %less = pred[] compare(%j, %n), direction=LT
+}
+
+ENTRY %main (p: bf16[2,8]) -> bf16[2,8] {
+  %p = bf16[2,8]{1,0} parameter(0)
+  %g = bf16[16,8]{1,0} all-gather(%p), dimensions={0}
+  %w = (s32[], bf16[2,8]{1,0}, f32[4]{0}) tuple(%p)
+  %loop = (s32[], bf16[2,8]{1,0}, f32[4]{0}) while(%w), condition=%condition, body=%body
+  ROOT %r = bf16[2,8]{1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+def test_loops_are_counted_by_note_or_by_bound():
+    by_bound = {("collective-permute", "bfloat16", 32): 6, ("collective-permute", "float32", 16): 6}
+    gathered = {("all-gather", "bfloat16", 32): 1}
+    assert executed(LOOP) == {**by_bound, **gathered}
+    noted = LOOP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}')
+    assert executed(noted) == {**{key: 3 for key in by_bound}, **gathered}
+    with pytest.raises(ValueError, match="how often a loop with collectives runs, got 'loop'"):
+        executed(LOOP.replace("direction=LT", "direction=NE"))
+
+
+WORDS = ["--seq-len", "64", "--heads", "2", "--head-dim", "8", "--pattern", "8/1,T/2", "--dtype", "f32"]
+
+
+@pytest.mark.slow
+def test_tuning_measures(tmp_path):
+    path = tmp_path / "tuning.json"
+    assert main(["tune", *WORDS, "--ring", "2", "--seconds", "0", "-o", str(path)]) == 0
+    assert all(trial.seconds > 0 for trial in load(path).trials)
+
+
+def test_the_fastest_is_kept_and_loaded(tmp_path, monkeypatch, capsys):
+    times = {("contiguous", 2): 3.0, ("zigzag", 2): 1.0}
+
+    def measured(program, *arrays, budget):
+        ring = program.__wrapped__.__closure__[0].cell_contents.keywords["ring"]
+        return times[ring.layout, ring.size("axis_name")] + (0.5 if ring.strategy == "auto" else 0)
+
+    monkeypatch.setattr("ringjax.cli.tune.median_seconds", measured)
+    path = tmp_path / "tuning.json"
+    assert main(["tune", *WORDS, "--ring", "2", "--seconds", "0", "-o", str(path), "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)
+    tuning = load(path)
+    assert (said["file"], said["layout"], tuning.layout, tuning.ring_size) == (str(path), "zigzag", "zigzag", 2)
+    assert isinstance(hash(tuning), int)
+    assert {(t.layout, t.seconds) for t in tuning.trials} >= {("contiguous", 3.5), ("zigzag", 1.5)}
+    assert tuning.block_sizes is None
+    ring = tuning.ring(ring_mesh(2))
+    assert (ring.layout, ring.strategy) == ("zigzag", tuning.strategy)
+    assert "not measured, as no kernels run here" in str(tuning)
+
+
+def test_the_fastest_blocks_are_kept(monkeypatch):
+    def measured(program, *arrays, budget):
+        inner = program.__wrapped__
+        attention = inner if hasattr(inner, "keywords") else inner.__closure__[0].cell_contents
+        sizes = attention.keywords["block_sizes"]
+        if sizes is not None and sizes.key == 64:
+            raise RuntimeError("does not fit")
+        if len(arrays) == 3:
+            return 9.0 if sizes is None else 1000 / sizes.query
+        return 999.0 if sizes is None else float(sizes.query + sizes.grad_query)
+
+    monkeypatch.setattr("ringjax.cli.tune.median_seconds", measured)
+    job = Job(64, num_heads=1, head_dim=16, pattern_text="32/1", dtype="float32")
+    tuning = tune(job, 0, implementation="interpret_gpu", sizes=((16, 16), (128, 32), (32, 64)))
+    assert tuning.block_sizes == rj.BlockSizes(128, 32, 16, 16)  # forward and backward each for itself
+    assert [t.error for t in tuning.trials if t.seconds is None] == ["does not fit"]
+    assert "128 x 32" in str(tuning)
+
+
+@pytest.mark.slow
+def test_block_sizes_of_kernels_are_measured():
+    job = Job(64, num_heads=1, head_dim=16, pattern_text="32/1", dtype="float32")
+    tuning = tune(job, 0, implementation="interpret_gpu", sizes=((16, 16), (32, 16)))
+    tried = [t.block_sizes for t in tuning.trials if t.block_sizes]
+    assert {(s.grad_query, s.grad_key) for s in tried} == {(16, 16), (32, 16)}
+    assert all(t.seconds for t in tuning.trials)
+    q = np.ones((1, 64, 1, 16), np.float32)
+    sizes = tuning.block_sizes or rj.BlockSizes(16, 16)
+    out = rj.dilated_attention(q, q, q, job.pattern, implementation="interpret_gpu", block_sizes=sizes)
+    assert np.asarray(out) == pytest.approx(np.ones_like(q), abs=1e-6)
+
+
+def test_a_tuning_survives_a_file(tmp_path):
+    sizes = rj.BlockSizes(128, 64)
+    tuning = Tuning("TPU", 8, "zigzag", "ring", sizes, "x", (Trial("zigzag", "ring", sizes, True, None, "no"),))
+    tuning.save(tmp_path / "t.json")
+    assert load(tmp_path / "t.json") == tuning
+    (tmp_path / "t.json").write_text('{"version": 99}')
+    with pytest.raises(ValueError, match="`path` must name a file that this version of `ringjax tune` wrote"):
+        load(tmp_path / "t.json")
+    with pytest.raises(FileNotFoundError):
+        load(tmp_path / "none.json")
+
+
+def test_arrays_on_devices_are_those_of_the_layout():
+    ring = rj.Ring(ring_mesh(4), layout="zigzag")
+    (query, *_) = running.random_arrays(16, 2, 8)
+    stored = running.on_devices(query, np.float32, ring)
+    assert (np.asarray(rj.from_layout(np.asarray(stored), "zigzag", 4)) == query).all()
+    assert stored.sharding.is_equivalent_to(jax.NamedSharding(ring.mesh, ring.spec()), 4)

@@ -1,0 +1,96 @@
+"""`ringjax draw`: the numbers behind the pictures, the files, and the pictures in text."""
+
+import json
+
+import numpy as np
+import pytest
+from cases import Case, count_matrix
+
+from ringjax.cli.arguments import Job
+from ringjax.cli.draw import draw, in_text
+from ringjax.cli.main import main
+from ringjax.cli.pictures import coverage_of, mask_of, pairs_between, schedule_of
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("rule", ["mod", "block", "grouped"])
+def test_mask_is_that_of_the_definition(rule, is_causal):
+    case = Case(length=48, batch=1, kv_heads=4, segment_lengths=(7, 16, 48), dilation_rates=(1, 3, 5), rule=rule)
+    case = case._replace(is_causal=is_causal)
+    options = {"heads": "grouped"} if rule == "grouped" else {"offsets": rule}
+    job = Job(48, num_heads=4, pattern_text="7/1,16/3,48/5", is_causal=is_causal, **options)
+    assert ((mask_of(job, 4) > 0) == (count_matrix(case)[0] > 0)).all()
+
+
+def test_mask_names_the_first_branch_and_shares_heads():
+    job = Job(8, num_heads=4, num_kv_heads=2, pattern_text="2/1,8/2", is_causal=True)
+    mask = mask_of(job, 4)
+    assert (mask[0] == mask[1]).all()
+    assert (mask[0] != mask[2]).any()
+    assert mask[0, 1, :2].tolist() == [1, 1]
+    assert mask[0, 6].tolist() == [2, 0, 2, 0, 2, 0, 1, 0]
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(("text", "length"), [("16/1,64/4", 64), ("24/1,60/7", 64), ("5/2,33/3", 48)])
+def test_work_of_the_ring_adds_up_to_the_flops_of_the_plan(text, length, layout):
+    job = Job(length, num_heads=4, num_kv_heads=2, head_dim=8, pattern_text=text, ring_size=4, layout=layout)
+    for is_causal in (False, True):
+        plan = Job(**{**vars(job), "is_causal": is_causal}).plan()
+        for branch in plan.branches:
+            assert (4 * 8 * pairs_between(branch).sum(axis=1)).tolist() == list(branch.flops)
+
+
+def test_every_device_meets_every_other_of_its_group_once():
+    job = Job(256, num_heads=2, pattern_text="32/1,64/2,T/4", ring_size=8, is_causal=True, layout="contiguous")
+    plan = job.plan()
+    local, pairs, whole = (schedule_of(branch) for branch in plan.branches)
+    assert (local.group, pairs.group, whole.group) == (1, 2, 8)
+    assert all(sorted(row) == list(range(8)) for row in whole.source.tolist())
+    assert whole.source[3].tolist() == [3, 2, 1, 0, 7, 6, 5, 4]
+    assert (whole.work.sum(axis=1) == pairs_between(plan.branches[2]).sum(axis=1)).all()
+    assert (whole.work[0, 1:] == 0).all()  # the first device sees nothing of others
+    even = schedule_of(Job(**{**vars(job), "layout": "zigzag"}).plan().branches[2]).work
+    assert np.ptp(even[:, 1:]) == 0
+
+
+def test_coverage_counts_branches():
+    table, reach = coverage_of(Job(64, num_heads=4, pattern_text="8/2,T/4"), 64)
+    assert table.shape == (4, 64)
+    assert table[1, :8].tolist() == [0, 2, 0, 1, 0, 2, 0, 1]
+    assert [(x.distance, x.density) for x in reach] == [(8, 0.5), (64, 0.25)]
+
+
+@pytest.mark.parametrize(("what", "suffix"), [("mask", ".png"), ("coverage", ".svg"), ("ring", ".png")])
+def test_pictures_are_files(what, suffix, tmp_path, capsys):
+    path = tmp_path / f"picture{suffix}"
+    assert main(["draw", what, "--causal", "-o", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"command": "draw", "what": what, "file": str(path)}
+    start = path.read_bytes()[:200]
+    assert start.startswith(b"\x89PNG") if suffix == ".png" else b"<?xml" in start
+    assert path.stat().st_size > 10_000
+
+
+def test_pictures_in_text(capsys):
+    assert main(["draw", "mask", "--seq-len", "8", "--pattern", "2/1,T/4", "--heads", "1", "--causal", "--ascii"]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "1 . . . . . . .",
+        "1 1 . . . . . .",
+        ". . 1 . . . . .",
+        ". . 1 1 . . . .",
+        "2 . . . 1 . . .",
+        ". . . . 1 1 . .",
+        ". . . . . . 1 .",
+        ". . . . . . 1 1",
+    ]
+    job = Job(64, num_heads=4, pattern_text="8/1,T/4", ring_size=4, is_causal=True, layout="contiguous")
+    ring = in_text("ring", job)
+    assert "     2:   2▓   1█   0█   3 \n     3:   3▓   2█   1█   0█" in ring
+    assert "nothing travels" in ring
+    assert "100.0% of (position, head) pairs covered; reach 60 of 64 positions" in in_text("coverage", job)
+
+
+def test_without_matplotlib_the_remedy_is_said(monkeypatch, tmp_path):
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ringjax\[plot\]', or use --ascii"):
+        draw("mask", Job(8, num_heads=1, pattern_text="8/1"), tmp_path / "mask.png")
