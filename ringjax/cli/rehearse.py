@@ -11,6 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
+import jax
 from rich.table import Table
 
 from ringjax.cli.arguments import Job, add_job_arguments, job_of
@@ -19,17 +20,17 @@ from ringjax.plan import Plan
 from ringjax.rehearse.collectives import executed
 from ringjax.rehearse.compile import ENVIRONMENT, rehearse
 from ringjax.rehearse.schedule import schedule
-from ringjax.rehearse.targets import CudaTarget, Target, target_named
+from ringjax.rehearse.targets import CpuTarget, CudaTarget, Target, target_named
 from ringjax.report import bytes_text
 
 EXAMPLES = """examples:
   ringjax rehearse --target cuda:h100:1x1x8 --seq-len 1M --pattern 2K/1,32K/8,T/64 --causal
   ringjax rehearse --target tpu:v5e:4x4 --seq-len 1M --pattern 2K/1,32K/8,T/64 --causal --pass forward
   ringjax rehearse --target tpu:v5p:16x16x16 --seq-len 1G --pattern 2K/1,128K/16,8M/128,T/1024 --causal
-targets: tpu:v5e|v5p|v6e:GRID, cuda:a100|h100|b200:1xMACHINESxGPUS; no such device is needed, only its compiler:
+targets: tpu:v5e|v5p|v6e:GRID, cuda:a100|h100|b200:1xMACHINESxGPUS, cpu:DEVICES; no device is needed, only its compiler:
   pip install 'ringjax[rehearse-tpu]' or 'ringjax[rehearse-cuda]', each in an environment of its own
 """
-_PACKAGES = {"tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
+_PACKAGES = {"cpu": ("jaxlib",), "tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,14 +194,17 @@ def rehearsed_apart(job: Job, target_name: str, part: str) -> Rehearsed:
 def work() -> None:
     """What the process of `rehearsed_apart` does: reads what is asked, and prints what it finds."""
     asked = json.loads(sys.stdin.read())
-    found = rehearsed(Job(**asked["job"]), target_named(asked["target"]), asked["part"])
+    target = target_named(asked["target"])
+    if isinstance(target, CpuTarget):
+        jax.config.update("jax_num_cpu_devices", target.devices)
+    found = rehearsed(Job(**asked["job"]), target, asked["part"])
     print(json.dumps(dataclasses.asdict(found)))
 
 
 def on_target(job: Job, target: Target) -> Job:
     """The job on all devices of a target."""
-    kind = target.name if isinstance(target, CudaTarget) else target.topology.partition(":")[0]
-    return dataclasses.replace(job, ring_size=target.devices, device=kind.lower())
+    kind = None if isinstance(target, CpuTarget) else target.name.partition(":")[0].lower()
+    return dataclasses.replace(job, ring_size=target.devices, device=kind)
 
 
 def expected(job: Job, target: Target, part: str) -> Rehearsed:
@@ -208,7 +212,7 @@ def expected(job: Job, target: Target, part: str) -> Rehearsed:
     plan = job.plan()
     memory, messages = plan.memory(job.platform), _messages(plan, part)
     return Rehearsed(
-        target=f"{target.platform}:{target.name}" + (f":{target.topology}" if isinstance(target, CudaTarget) else ""),
+        target=_full_name(target),
         part=part,
         devices=target.devices,
         limit_bytes=target.memory_bytes,
@@ -216,6 +220,14 @@ def expected(job: Job, target: Target, part: str) -> Rehearsed:
         planned_permutes=sum(number for _, number in messages),
         planned_sent_bytes=sum(size * number for size, number in messages),
     )
+
+
+def _full_name(target: Target) -> str:
+    if isinstance(target, CpuTarget):
+        return target.name
+    if isinstance(target, CudaTarget):
+        return f"cuda:{target.name.lower()}:{target.topology}"
+    return f"tpu:{target.topology}"
 
 
 def _messages(plan: Plan, part: str) -> list[tuple[int, int]]:

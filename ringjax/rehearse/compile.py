@@ -21,7 +21,7 @@ from ringjax.attention import dilated_attention
 from ringjax.devices import Ring
 from ringjax.geometry import StrategyName
 from ringjax.pattern import DilationPattern
-from ringjax.rehearse.targets import CudaTarget, Target, TpuTarget
+from ringjax.rehearse.targets import CpuTarget, CudaTarget, Target, TpuTarget
 
 # Without these, the TPU compiler looks for the machine that it would run on, for minutes.
 ENVIRONMENT = {
@@ -90,6 +90,8 @@ def rehearse(target: Target, workload: Workload, is_gradient: bool, dump_to: str
 
 def ring_mesh(target: Target) -> Mesh:
     """All devices of a target on one axis, ``"ring"``; on TPUs each is wired to the next, and the last to the first."""
+    if isinstance(target, CpuTarget):
+        return Mesh(np.array(jax.devices("cpu")[: target.devices]), ("ring",))
     if isinstance(target, CudaTarget):
         described = topologies.get_topology_desc(
             platform="cuda", topology=target.topology, target_config=target.description()

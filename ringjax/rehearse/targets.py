@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from typing import Literal
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -252,15 +253,40 @@ CUDA_TARGETS = {
     )
 }
 
-Target = TpuTarget | CudaTarget
+
+@dataclasses.dataclass(frozen=True)
+class CpuTarget:
+    """Some CPU devices of this machine, which need no other compiler; they share its memory.
+
+    Example:
+        >>> CpuTarget(8).name
+        'cpu:8'
+    """
+
+    devices: int
+    options: tuple[tuple[str, str], ...] = ()
+    platform: Literal["cpu"] = "cpu"
+
+    @property
+    def name(self) -> str:
+        """The number of devices."""
+        return f"cpu:{self.devices}"
+
+    @property
+    def memory_bytes(self) -> int:
+        """The share of one device in the memory of the machine."""
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.devices
+
+
+Target = TpuTarget | CudaTarget | CpuTarget
 
 
 def target_named(name: str) -> Target:
     """The target of a name: GPUs of `CUDA_TARGETS`, or a TPU topology.
 
     Args:
-        name: Such as ``"H100"`` (eight of them in a machine), ``"cuda:h100:1x8x8"`` (eight such machines) or
-            ``"v5e:2x4"``, which is also ``"tpu:v5e:2x4"``.
+        name: Such as ``"H100"`` (eight of them in a machine), ``"cuda:h100:1x8x8"`` (eight such machines),
+            ``"v5e:2x4"``, which is also ``"tpu:v5e:2x4"``, or ``"cpu:8"``.
 
     Raises:
         ValueError: If there is none of that name.
@@ -274,6 +300,8 @@ def target_named(name: str) -> Target:
     platform, _, rest = name.partition(":")
     if platform == "tpu":
         return TpuTarget(rest)
+    if platform == "cpu" and rest.isdigit() and int(rest):
+        return CpuTarget(int(rest))
     if platform != "cuda":
         return TpuTarget(name)
     gpu, _, topology = rest.partition(":")
