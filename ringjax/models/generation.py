@@ -14,7 +14,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from ringjax.decode import DecodeCache, generate
-from ringjax.decode.cache import check_numbers
+from ringjax.decode.cache import cache_specs, check_numbers
 from ringjax.devices import Ring
 from ringjax.layout import to_layout
 from ringjax.pattern import whole_number
@@ -94,3 +94,9 @@ def _stored(prompt: Array, ring: Ring | None) -> Array:
     if AxisType.Explicit not in mesh.axis_types:
         return stored
     return jax.reshard(stored, NamedSharding(mesh, PartitionSpec(ring.batch_axis, ring.axis_name)))
+
+
+def sharded_cache(cache: DecodeCache, ring: Ring) -> DecodeCache:
+    """A cache whose arrays say how they are sharded, which under `jit` on an explicit mesh they would not."""
+    mesh, specs = ring.resolve(), cache_specs(cache, ring)
+    return jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), cache, specs)
