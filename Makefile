@@ -6,7 +6,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo ring train test test-slow lint types doctest bench bench-ring bench-decode million aot-tpu aot-cuda clean
+.PHONY: demo ring train test test-slow lint types doctest bench bench-ring bench-decode million aot-tpu aot-cuda docs clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
@@ -55,6 +55,14 @@ aot-tpu: .venv-aot-tpu-$(VERSION)/ready
 
 aot-cuda: .venv-aot-cuda-$(VERSION)/ready
 	.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot.py cuda $(AOT)
+
+# the site of docs/, in build/site; a warning is an error
+docs: $(VENV)/docs-ready
+	$(BIN)/python -m mkdocs build --strict --quiet
+
+$(VENV)/docs-ready: $(VENV)/ready
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	touch $@
 
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
