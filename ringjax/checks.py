@@ -85,11 +85,11 @@ def check_inputs(
     return AttentionShape(batch, length, true_length, kv_heads, heads // kv_heads, dim, float(scale))
 
 
-def check_rate(rate: float) -> None:
+def check_rate(rate: float, name: str = "dropout_rate") -> None:
     """Checks a rate of dropout."""
     if not _is_finite_number(rate) or not 0 <= rate < 1:
         raise ValueError(
-            f"`dropout_rate` must be a number from 0 to below 1, known before the program runs, got {rate!r}."
+            f"`{name}` must be a number from 0 to below 1, known before the program runs, got {rate!r}."
         )
 
 

@@ -1,5 +1,6 @@
 """Attention dropout: exact, and the same weights dropped on every ring, in every layout, block and pass."""
 
+import dataclasses
 import functools
 
 import jax
@@ -25,12 +26,14 @@ from flax import linen, nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_flax import BATCH, FEATURES, HEADS, LENGTH, X, ours, own_parameters
+from test_models import TOKENS, config_of, drawn, functional
 from test_ring_meshes import in_shard_map
 
 import ringjax as rj
 import ringjax.linen
 import ringjax.nnx
 from ringjax import dropout
+from ringjax.models import LongNetDecoder
 
 BASE = Case(64, kv_heads=2, group=2, segment_lengths=(16, 64), dilation_rates=(1, 4), dropout_rate=0.3)
 KEY = jax.random.key(5)
@@ -270,3 +273,32 @@ def test_stock_layers_drop_by_our_rule():
     out = jnp.einsum("btnh,nhf->btf", out, p["out"]["kernel"])
     assert out.shape == (BATCH, LENGTH, FEATURES)
     assert error(stock.apply(parameters, X, dropout_rng=KEY), out) < 2e-6
+
+
+def logits_of(config, ring=None):
+    """A compiled decoder of tokens (in the order of the sequence) and key."""
+    model, shapes = functional(LongNetDecoder, config, ring)
+    parameters, size = drawn(shapes), 1 if ring is None else ring.size("axis_name")
+
+    def logits(tokens, key):
+        stored = tokens if ring is None else rj.to_layout(tokens, ring.layout, size)
+        out = model(parameters)(stored, dropout_rng=key)
+        return out if ring is None else rj.from_layout(out, ring.layout, size)
+
+    return jax.jit(logits, compiler_options=QUICK)
+
+
+def test_models_drop_in_each_layer_and_only_with_a_key():
+    config = config_of(attention_dropout_rate=0.3)
+    dropped = logits_of(config)(TOKENS, KEY)
+    assert error(logits_of(dataclasses.replace(config, scan_layers=False))(TOKENS, KEY), dropped) < 1e-5
+    plain = logits_of(config_of())(TOKENS, None)
+    assert (logits_of(config)(TOKENS, None) == plain).all()
+    assert error(dropped, plain) > 0.01
+
+
+@pytest.mark.slow
+def test_models_drop_the_same_weights_on_a_ring():
+    config = config_of(attention_dropout_rate=0.3)
+    ring = rj.Ring(ring_mesh(2, 2, names=("ring", "tensor")), layout="zigzag", head_axis="tensor")
+    assert error(logits_of(config, ring)(TOKENS, KEY), logits_of(config)(TOKENS, KEY)) < 1e-5

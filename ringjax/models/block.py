@@ -46,6 +46,7 @@ class Block(nnx.Module):
             positions=config.positions,
             sub_norm=config.sub_norm,
             norm_epsilon=config.norm_epsilon,
+            dropout_rate=config.attention_dropout_rate,
             use_bias=config.use_bias,
             dtype=config.dtype,
             param_dtype=config.param_dtype,
@@ -98,21 +99,28 @@ class BlockStack(nnx.Module):
         self.blocks = blocks(rngs)
         self.norm = layer_norm(config, config.features, rngs=rngs)
 
-    def features(self, x: Array, **where: Any) -> Array:  # noqa: ANN401
-        """The stream after all blocks, normed."""
-        return self.norm(self.run(lambda block, x: (block(x, **where), None), x)[0])
+    def features(self, x: Array, dropout_rng: Array | None, **where: Any) -> Array:  # noqa: ANN401
+        """The stream after all blocks, normed; with a key, each block drops weights of its attention."""
+        keys = None if dropout_rng is None else jax.random.split(dropout_rng, self.config.num_layers)
 
-    def run(self, step: Callable[[Block, Array], tuple[Array, Any]], x: Array) -> tuple[Array, Any]:
-        """Takes the stream through `step` of each block; what the steps give beside it is stacked."""
+        def step(block: Block, x: Array, key: Array | None) -> tuple[Array, None]:
+            return block(x, rngs=key, deterministic=key is None, **where), None
+
+        return self.norm(self.run(step, x, keys)[0])
+
+    def run(
+        self, step: Callable[[Block, Array, Any], tuple[Array, Any]], x: Array, each: Array | None = None
+    ) -> tuple[Array, Any]:
+        """Takes the stream through `step` of each block and its own of `each`; what steps give beside it is stacked."""
         graph, state = nnx.split(self.blocks)
 
-        def body(x: Array, state: Any) -> tuple[Array, Any]:  # noqa: ANN401
-            return step(nnx.merge(graph, state), x)
+        def body(x: Array, own: Any) -> tuple[Array, Any]:  # noqa: ANN401
+            return step(nnx.merge(graph, own[0]), x, own[1])
 
         in_loop = self.config.scan_layers
         if self.config.remat:
             body = jax.checkpoint(body, policy=KEEP_ATTENTION, prevent_cse=not in_loop)
-        return lax.scan(body, x, state, unroll=1 if in_loop else self.config.num_layers)
+        return lax.scan(body, x, (state, each), unroll=1 if in_loop else self.config.num_layers)
 
     def sharding(self, over_ring: bool = True) -> NamedSharding | None:
         """How the stream is sharded, where it must be said: on an explicit mesh."""

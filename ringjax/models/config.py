@@ -8,6 +8,7 @@ from typing import Any, get_args
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
+from ringjax.checks import check_rate
 from ringjax.pattern import DilationPattern, whole_number
 from ringjax.self_attention import PositionKind
 
@@ -33,6 +34,7 @@ class LongNetConfig:
         use_bias: Whether the projections have a bias.
         tie_embeddings: Whether the logits are made with the embedding of the tokens.
         norm_epsilon: Added to the variance in all norms.
+        attention_dropout_rate: Share of the attention weights that is dropped in calls with a `dropout_rng`.
         remat: Whether the backward pass computes blocks again, all but their attention, instead of keeping them.
         scan_layers: Whether the blocks run in one loop, compiled once, or one after the other.
         dtype: Of the computation, `ringjax.compute_dtype()` by default.
@@ -63,6 +65,7 @@ class LongNetConfig:
     use_bias: bool = False
     tie_embeddings: bool = True
     norm_epsilon: float = 1e-6
+    attention_dropout_rate: float = 0.0
     remat: bool = True
     scan_layers: bool = True
     dtype: DTypeLike | None = None
@@ -90,6 +93,7 @@ class LongNetConfig:
             )
         if self.positions is not None and self.positions not in get_args(PositionKind):
             raise ValueError(f"`positions` must be None or one of {get_args(PositionKind)}, got {self.positions!r}.")
+        check_rate(self.attention_dropout_rate, "attention_dropout_rate")
         if not self.norm_epsilon > 0:
             raise ValueError(f"`norm_epsilon` must be above 0, got {self.norm_epsilon!r}.")
 

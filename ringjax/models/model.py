@@ -76,6 +76,7 @@ class LongNetDecoder(BlockStack):
         segment_ids: Array | None = None,
         seq_len: int | None = None,
         positions: Array | None = None,
+        dropout_rng: Array | None = None,
     ) -> Array:
         """Logits (B, T, V) of what follows each token, in float32.
 
@@ -83,9 +84,11 @@ class LongNetDecoder(BlockStack):
             tokens: Integers (B, T), in the layout of the ring if there is one.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
             positions: Position of each token, integers (T,) or (B, T); by default that in the sequence.
+            dropout_rng: A key for the dropout of attention weights; without one nothing is dropped.
         """
         x = self.embed(tokens, out_sharding=self.sharding())
-        return self._logits(self.features(x, segment_ids=segment_ids, seq_len=seq_len, positions=positions))
+        x = self.features(x, dropout_rng, segment_ids=segment_ids, seq_len=seq_len, positions=positions)
+        return self._logits(x)
 
     def init_caches(self, batch: int, max_len: int) -> tuple[DecodeCache, ...]:
         """Empty caches, one for each block, for sequences of up to `max_len` tokens; see `ringjax.init_cache`."""
@@ -103,7 +106,7 @@ class LongNetDecoder(BlockStack):
         """
         empty = self._empty_cache(tokens.shape[0], max_len)
         x = self.embed(tokens, out_sharding=self.sharding())
-        x, stacked = self.run(lambda block, x: block.prefill(x, empty, lengths), x)
+        x, stacked = self.run(lambda block, x, _: block.prefill(x, empty, lengths), x)
         return self._logits(self.norm(x)), tuple(nth(stacked, i) for i in range(self.config.num_layers))
 
     def extend(
@@ -207,6 +210,7 @@ class LongNetEncoder(BlockStack):
         segment_ids: Array | None = None,
         seq_len: int | None = None,
         positions: Array | None = None,
+        dropout_rng: Array | None = None,
         pool: bool = False,
     ) -> Array:
         """Features (B, T, F), or their mean (B, F) over all positions that are not padding.
@@ -216,11 +220,12 @@ class LongNetEncoder(BlockStack):
                 if there is one.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
             positions: Position of each row, integers (T,) or (B, T); by default that in the sequence.
+            dropout_rng: A key for the dropout of attention weights; without one nothing is dropped.
             pool: Whether the mean is taken.
         """
         dtype, sharding = jnp.dtype(self.config.dtype), self.sharding()
         x = inputs.astype(dtype) if self.embed is None else self.embed(inputs, out_sharding=sharding)
-        x = self.features(x, segment_ids=segment_ids, seq_len=seq_len, positions=positions)
+        x = self.features(x, dropout_rng, segment_ids=segment_ids, seq_len=seq_len, positions=positions)
         return self._mean(x, segment_ids, seq_len) if pool else x
 
     def _mean(self, x: Array, segment_ids: Array | None, seq_len: int | None) -> Array:
