@@ -3,7 +3,6 @@
 import math
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import QUICK, error
@@ -75,7 +74,10 @@ def forward(state, prefix, x, *, is_causal):
             zeta = w[f"{name}self_attn.xpos.scale"]
             q, k = xpos(q, zeta, is_key=False), xpos(k, zeta, is_key=True)
         with jax.enable_x64(True):
-            attended = rj.reference_attention(*map(jnp.asarray, (q, k, v)), PATTERN, is_causal=is_causal)
+            oracle = jax.jit(
+                rj.reference_attention, static_argnums=3, static_argnames="is_causal", compiler_options=QUICK
+            )
+            attended = oracle(q, k, v, PATTERN, is_causal=is_causal)
         attended = np.asarray(attended).reshape(x.shape)
         if f"{name}self_attn.inner_attn_ln.weight" in w:
             attended = norm(w, f"{name}self_attn.inner_attn_ln", attended)
