@@ -1,4 +1,9 @@
-"""What a device holds during an attention: arguments, results and all between, as compilers lay it out."""
+"""What a device holds during an attention: arguments, results and all between, as the compilers lay it out.
+
+Each platform has a model of its own, because its programs differ: plain XLA works in place, the kernels for GPUs too,
+and those for TPUs on rows that are copied together. The models count whole arrays; what is small beside them is left
+out. `benchmarks/plan_accuracy.py` compares them with compiled programs.
+"""
 
 from __future__ import annotations
 
@@ -25,23 +30,97 @@ class Memory(NamedTuple):
     gradient: int
 
 
+class _Arrays(NamedTuple):
+    """Bytes of whole arrays on one device: of the queries, of the keys, of sums like them, and of one number a row."""
+
+    q: int
+    k: int
+    q_sums: int
+    k_sums: int
+    lse: int
+    is_wide: bool  # whether sums are arrays of their own, and not the results themselves
+
+
 def predicted_memory(request: Request, branches: tuple[BranchPlan, ...], platform: Platform = "cpu") -> Memory:
-    """Estimated bytes per device of a forward pass, and of forward and backward pass."""
+    """Estimated bytes per device of a forward pass, and of forward and backward pass.
+
+    Args:
+        request: What is planned.
+        branches: Its branches.
+        platform: Whose program; where its kernels do not apply, that of plain XLA.
+    """
+    a = _arrays(request)
+    target = "gpu" if platform == "cuda" else "tpu"
+    has_kernels = platform != "cpu" and all(b.kernels[target] == "pallas" for b in branches if b.rows)
+    model = {"tpu": _on_tpu, "gpu": _on_gpu}[target] if has_kernels else _in_xla
+    between = model(request, branches, a)
+    return Memory(2 * a.q + 2 * a.k + int(between.forward), 4 * a.q + 4 * a.k + int(between.gradient))
+
+
+def _arrays(request: Request) -> _Arrays:
     kv_heads = request.kv_heads // request.head_shards
     sums = accumulator(np.dtype(request.dtype)).name
-    wide = 0 if sums == request.dtype else 1  # whether sums are arrays of their own
     q, q_sums = (_dense_bytes(request, d, kv_heads * request.group) for d in (request.dtype, sums))
     k, k_sums = (_dense_bytes(request, d, kv_heads) for d in (request.dtype, sums))
-    lse = q_sums // request.head_dim
-    forward, gradient = 2 * q + 2 * k + lse + wide * q_sums, 4 * q + 4 * k + 2 * lse + wide * (q_sums + 2 * k_sums)
-    travelling = [(b, costs.row_bytes(request, request.batch * b.rows // b.pieces)) for b in branches if b.shard]
-    for branch, size in travelling:
+    return _Arrays(q, k, q_sums, k_sums, q_sums // request.head_dim, sums != request.dtype)
+
+
+def _in_xla(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> Memory:
+    """Results are summed where they stand; rows that travel are copied out, a piece at a time."""
+    forward = a.lse + a.is_wide * a.q_sums
+    gradient = 2 * a.lse + a.is_wide * (a.q_sums + 2 * a.k_sums)
+    for branch, size in _travelling(request, branches):
         copies = branch.group + 1 if branch.where == "gather" else 3
         forward += copies * size.keys + size.queries + size.query_sums + size.ids
         rest = (size.keys, size.key_sums) if branch.moves == "keys" else (2 * size.queries, size.query_sums)
         gradient += copies * sum(rest) + size.keys + 2 * size.queries
     scratch = _SCRATCH if request.ring_size == 1 else _RING_SCRATCH
     return Memory(forward + scratch, gradient + 2 * scratch)
+
+
+def _on_gpu(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> Memory:
+    """The kernels read rows and write sums where they stand.
+
+    In a gradient the sums of the forward pass make room for those of the backward pass only where they are not of one
+    shape: zeros of one shape are all made at once. What travels backward has room where the forward sums were.
+    """
+    travelling = _travelling(request, branches)
+    rows = [_copies(b) * x.keys + x.queries + x.query_sums + a.lse for b, x in travelling]
+    forward = a.is_wide * a.q_sums + max(rows, default=0)
+    both = 2 * a.q_sums + 2 * a.k_sums if request.group == 1 else max(2 * a.q_sums, a.q_sums + 2 * a.k_sums)
+    gathered = [b.group * x.key_sums for b, x in travelling if b.where == "gather"]
+    return Memory(forward, a.is_wide * both + a.lse + max(gathered, default=0))
+
+
+def _copies(branch: BranchPlan) -> int:
+    """Copies of the keys that a device has at once: what is met, and what arrives."""
+    return branch.group + 1 if branch.where == "gather" else 2
+
+
+def _on_tpu(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> Memory:
+    """Rows are copied together for the kernels, and whole arrays are laid out anew for each way to select rows.
+
+    Fitted to programs whose arrays are much larger than the vector memory; smaller arrays may stay in there.
+    """
+    kv_heads = request.kv_heads // request.head_shards
+    whole = request.shard_length * kv_heads
+    needed = [b for b in branches if b.rows]
+    sums = a.q_sums + 2 * a.k_sums
+    rows = 2 * a.q + 2 * a.k + sums  # all that the backward kernels read and write
+    views = a.q + 2 * a.k
+    most = max((b.rows / whole / b.pieces * rows + (views if b.shard else 0) for b in needed), default=0.0)
+    is_mixed = len({b.where == "local" for b in needed}) > 1
+    merged = 5 * a.q_sums / kv_heads  # one key/value head: what was found before and now, and the two merged
+    forward = a.q_sums + views + merged + is_mixed * a.q_sums / 2
+    gradient = sums + most + min(max(len(needed) - 1, 0), 2) * sums / 2
+    gathered = [b.group * (x.keys + x.key_sums) for b, x in _travelling(request, branches) if b.where == "gather"]
+    extra = max(gathered, default=0)
+    return Memory(int(forward) + extra, int(max(gradient, forward)) + extra)
+
+
+def _travelling(request: Request, branches: tuple[BranchPlan, ...]) -> list[tuple[BranchPlan, costs.RowBytes]]:
+    """The branches that need other devices, with the bytes of one piece of their rows."""
+    return [(b, costs.row_bytes(request, request.batch * b.rows // b.pieces)) for b in branches if b.shard]
 
 
 def _dense_bytes(request: Request, dtype: str, heads: int) -> int:
