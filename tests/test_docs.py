@@ -7,6 +7,7 @@ import pathlib
 import re
 import shlex
 
+import jax
 import pytest
 
 import ringjax as rj
@@ -26,8 +27,7 @@ def name_of(page: pathlib.Path) -> str:
 def blocks(page: pathlib.Path, *languages: str) -> list[tuple[int, str]]:
     """The fenced blocks in these languages, each with the line at which it starts."""
     text = page.read_text(encoding="utf-8")
-    found = [(text.count("\n", 0, m.start(2)), m[2]) for m in FENCE.finditer(text) if m[1] in languages]
-    return found
+    return [(text.count("\n", 0, m.start(2)), m[2]) for m in FENCE.finditer(text) if m[1] in languages]
 
 
 def prose(page: pathlib.Path) -> str:
@@ -35,6 +35,15 @@ def prose(page: pathlib.Path) -> str:
     return re.sub(r"`[^`\n]*`", "", FENCE.sub("", page.read_text(encoding="utf-8")))
 
 
+@pytest.fixture
+def _compiled_quickly():
+    """Compiling is most of what the code of a page costs."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.mark.usefixtures("_compiled_quickly")
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
 def test_code_runs(page):
     namespace = {"__name__": f"page_{page.stem}"}
