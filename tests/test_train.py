@@ -20,15 +20,19 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
-EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
-sys.path.insert(0, str(EXAMPLES))
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 import train_lm
-from lm import data, devices, signals
-from lm.flags import UserError
+from lm import devices
+from lm.display import device_bytes
 
-TINY = "--layers 1 --features 32 --heads 2 --segments 16,64 --rates 1,2 --seq-len 64 --batch 4 --log-every 1".split()
-TINY += (
-    "--save-every 2 --eval-every 4 --eval-batches 1 --sample-bytes 0 --steps 4 --warmup 2 --devices 8 --ring 1".split()
+
+def words(text):
+    return text.split()
+
+
+TINY = words("--layers 1 --features 32 --heads 2 --segments 16,64 --rates 1,2 --seq-len 64 --batch 4 --log-every 1")
+TINY += words(
+    "--save-every 2 --eval-every 4 --eval-batches 1 --sample-bytes 0 --steps 4 --warmup 2 --devices 8 --ring 1"
 )
 
 
@@ -93,9 +97,9 @@ def test_a_run_leaves_everything(run):
 
 
 def test_goes_on_over_data_ring_and_tensor_until_asked_to_stop(run, texts, tmp_path, monkeypatch, capsys):
-    """From a checkpoint of one device, over 8 of them in two micro-batches: the losses of the run that was not stopped."""
+    """From a checkpoint of one device, over 8 of them in two micro-batches: the losses of the run before."""
     out, before = continued(run, tmp_path, up_to=2), losses(run)
-    options = "--data 2 --ring 2 --tensor 2 --accumulate 2 --resume".split()
+    options = words("--data 2 --ring 2 --tensor 2 --accumulate 2 --resume")
     plain = train_lm.Display.advance
 
     def advance(self, step):
@@ -173,3 +177,162 @@ def test_another_model_and_another_run_are_one_line(run, texts, capsys):
     assert train_lm.main(given) == 2
     assert one_line(capsys).startswith(f"{run} holds an earlier run: --resume goes on with it")
     assert sorted(x.name for x in (run / "checkpoints").iterdir()) == ["2", "4"]
+
+
+# ---- long runs, as a user starts them ----
+
+LONG = words("--layers 2 --features 32 --heads 2 --segments 32,128 --rates 1,2 --seq-len 128 --batch 4 --log-every 1")
+LONG += words("--save-every 10 --eval-every 0 --sample-bytes 0 --steps 30")
+
+
+def command(script, *options):
+    return [sys.executable, "-W", "error", str(pathlib.Path(train_lm.__file__).with_name(script)), *map(str, options)]
+
+
+def trained(out, *options, processes=1):
+    """Trains to the end, and returns the losses."""
+    given = [*LONG, "--out", out, *options]
+    if processes > 1:
+        given = ["--processes", processes, "--devices", 2, "--", *given]
+    done = subprocess.run(
+        command("launch_local.py" if processes > 1 else "train_lm.py", *given),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return losses(out)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(texts, tmp_path_factory):
+    """30 steps on one device."""
+    return trained(tmp_path_factory.mktemp("one") / "run", "--data-path", texts, "--devices", 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mesh", "processes"),
+    [
+        ("--devices 8 --ring 8", 1),
+        ("--devices 8 --data 2 --ring 4", 1),
+        ("--devices 8 --ring 2 --tensor 2", 1),
+        ("--data 2 --ring 2", 2),
+        ("--devices 1 --accumulate 4", 1),
+    ],
+)
+def test_losses_are_the_same_on_every_mesh(uninterrupted, texts, tmp_path, mesh, processes):
+    found = trained(tmp_path / "run", "--data-path", texts, *mesh.split(), processes=processes)
+    assert list(found) == list(range(1, 31))
+    assert found[30] < found[1] - 1
+    assert found == pytest.approx(uninterrupted, rel=1e-4)
+    worst = max(abs(found[step] / uninterrupted[step] - 1) for step in found)
+    print(f"{mesh}: largest relative difference {worst:.1e}")
+
+
+def interrupted(out, at, number, *options, processes=0):
+    """Starts a run, sends it a signal when it has written the record of a step, and returns how it ended."""
+    given = [*LONG, "--out", out, *options]
+    if processes:
+        given = ["--processes", processes, "--devices", 2, "--", *given]
+    script = "launch_local.py" if processes else "train_lm.py"
+    process = subprocess.Popen(
+        command(script, *given), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    deadline = time.monotonic() + 400
+    metrics = pathlib.Path(out) / "metrics.jsonl"
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < at:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(number)
+    output, errors = process.communicate(timeout=120)
+    return process.returncode, output, errors
+
+
+@pytest.mark.slow
+def test_killed_at_a_random_step(uninterrupted, texts, tmp_path):
+    at = random.Random(time.time_ns()).randrange(11, 29)
+    options = ["--data-path", texts, "--devices", 1]
+    code, _, _ = interrupted(tmp_path / "run", at, signal.SIGKILL, *options)
+    assert code == -signal.SIGKILL
+    assert trained(tmp_path / "run", *options, "--resume") == uninterrupted, f"killed after step {at}"
+    print(f"killed after step {at}: the same losses")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [0, 2])
+def test_asked_to_stop(texts, tmp_path, processes):
+    options = ["--data-path", texts, *([] if processes else ["--devices", 4])]
+    whole = trained(tmp_path / "whole", *options, processes=processes or 1)
+    code, output, _ = interrupted(tmp_path / "run", 7, signal.SIGTERM, *options, processes=processes)
+    assert code == 143
+    assert "is saved; --resume goes on from it" in output
+    (step,) = (int(x.name) for x in (tmp_path / "run" / "checkpoints").iterdir() if x.name != "10")
+    assert step == max(losses(tmp_path / "run"))
+    assert trained(tmp_path / "run", *options, "--resume", processes=processes or 1) == whole
+
+
+@pytest.mark.slow
+def test_a_damaged_newest_checkpoint_is_reported(uninterrupted, texts, tmp_path):
+    options = ["--data-path", texts, "--devices", 1]
+    trained(tmp_path / "run", *options)
+    newest = tmp_path / "run" / "checkpoints" / "30" / "state"
+    file = max((x for x in newest.rglob("d/*") if x.is_file()), key=lambda x: x.stat().st_size)
+    file.write_bytes(file.read_bytes()[:100])
+    done = subprocess.run(
+        command("train_lm.py", *LONG, "--out", tmp_path / "run", *options, "--resume"),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "the checkpoint of step 30 in " in done.stdout
+    assert "going on from the checkpoint of step 20" in done.stdout
+    assert losses(tmp_path / "run") == uninterrupted
+    assert not done.stderr
+
+
+@pytest.mark.slow
+def test_a_full_disk_is_one_line(texts, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", disk], check=False, capture_output=True)
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small disk")
+    try:
+        done = subprocess.run(
+            command("train_lm.py", *LONG, "--out", disk / "run", "--data-path", texts, "--devices", 1, "--keep", 9),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        kept = sorted(x.name for x in (disk / "run" / "checkpoints").iterdir())
+    finally:
+        subprocess.run(["umount", disk], check=True)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "could not be written" in done.stderr
+    assert f"no space left on device; steps with a checkpoint: {', '.join(kept)}" in done.stderr
+    assert kept
+
+
+@pytest.mark.slow
+def test_memory_of_a_device_falls_with_the_ring(quick):
+    given = "--seq-len 32768 --batch 1 --segments 512,4096,32768 --rates 1,2,4 --ring"
+    used = {}
+    for size in (1, 2, 4, 8):
+        config = train_lm.parse(train_lm.Config, "", [*words(given), str(size)])
+        training = train_lm.Training(config, devices.make_mesh(jax.devices(), 1, size, 1))
+        compiled = training.step.lower(training.wanted, training.wanted_batch).compile()
+        used[size] = sum(device_bytes(compiled))
+    print({size: f"{number / 2**20:.0f} MiB" for size, number in used.items()})
+    assert all(used[1] / used[size] > 0.8 * size for size in used)
+
+
+@pytest.mark.slow
+def test_a_profile_names_branches_and_hops(texts, tmp_path):
+    trained(tmp_path / "run", "--data-path", texts, "--devices", 4, "--steps", 8, "--profile", tmp_path / "profile")
+    (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
+    content = trace.read_bytes()
+    for name in (b"branch_32_1", b"ring_128_2"):
+        assert name in content, name
