@@ -6,13 +6,17 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo ring train test test-slow lint types doctest bench bench-ring bench-decode million aot-tpu aot-cuda docs clean
+.PHONY: demo ring recall train test test-slow lint types doctest bench bench-ring bench-decode million aot-tpu aot-cuda docs clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
 
 ring: $(VENV)/ready
 	$(BIN)/python examples/ring.py
+
+# two layers learn to answer from 4,096 tokens back
+recall: $(VENV)/ready
+	$(BIN)/python examples/recall.py --out runs/recall.png
 
 # a language model on the sources of Python's standard library, on 8 simulated devices; TRAIN takes more options
 train: $(VENV)/ready
