@@ -62,7 +62,7 @@ aot-cuda: .venv-aot-cuda-$(VERSION)/ready
 
 # the site of docs/, in build/site; a warning is an error
 docs: $(VENV)/docs-ready
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 $(VENV)/docs-ready: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
