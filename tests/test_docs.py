@@ -177,7 +177,9 @@ def test_the_site_has_every_page():
 
 def test_wrong_documents_are_noticed(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("```bash\n$ make nothing  # no such target\nX=1 ringjax plan --spiral 3 | cat\n```\n    make test\n")
+    page.write_text(
+        "```bash\n$ make nothing  # no such target\nX=1 ringjax plan --spiral 3 | cat\n```\n    make test\n"
+    )
     assert commands(page) == [
         ["make", "nothing"],
         ["ringjax", "plan", "--spiral", "3"],
