@@ -1,5 +1,6 @@
 """`ringjax doctor`, `tune` and `rehearse` on the devices at hand."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from ringjax.cli.arguments import Job
 from ringjax.cli.main import main
 from ringjax.cli.rehearse import rehearsed_apart
 from ringjax.cli.tune import Trial, Tuning, load, tune
+from ringjax.processes import run_processes
 from ringjax.rehearse.collectives import executed
 from ringjax.rehearse.compile import Rehearsal, lowered
 from ringjax.rehearse.targets import target_named
@@ -54,6 +56,17 @@ def test_the_doctor_sees_what_is_wrong(monkeypatch, capsys):
     said = capsys.readouterr().out
     assert "128 tokens on one device, forward and gradient: WRONG" in said
     assert "Something is WRONG" in said
+
+
+@pytest.mark.slow
+def test_the_doctor_looks_at_several_processes():
+    code = "from ringjax.processes import initialize_from_environment as join; join(); "
+    code += "from ringjax.cli.main import main; raise SystemExit(main(['doctor', '--seconds', '1', '--json']))"
+    first, second = run_processes([sys.executable, "-c", code], 2, devices_per_process=2, timeout=500)
+    said = json.loads(first.output[first.output.index("{") :])
+    assert (said["is_well"], said["devices"]["number"], said["devices"]["processes"]) == (True, 4, 2)
+    assert said["measurement"]["hop_bytes_per_second"] > 0
+    assert "is_well" not in second.output  # one of them speaks
 
 
 @pytest.mark.slow
@@ -109,10 +122,10 @@ def test_rehearsal_beside_the_plan(on_cpu, capsys):
     assert found["other_collectives"] == 0
     assert found["argument_bytes"] == 3 * 256 // 4 * 4 * 8 * 4
     assert found["fits"] is True
-    assert main(words) == 0
-    said = capsys.readouterr().out
-    assert "exact" in said
-    assert "It fits into the 16.0 GiB of a device." in said
+    fields = {field.name for field in dataclasses.fields(rehearsing.Rehearsed)}
+    text = str(rehearsing.Rehearsed(**{name: value for name, value in found.items() if name in fields}))
+    assert text.count("exact") == 2
+    assert "It fits into the 16.0 GiB of a device." in text
 
 
 def test_a_compiler_that_refuses_is_reported(on_cpu, monkeypatch, capsys):

@@ -46,7 +46,7 @@ def warnings_of(job: Job, plan: Plan, guess: Estimate | None) -> list[Finding]:
         found.append(
             Finding(
                 f"about {1 - guess.hidden:.0%} of the time of messages is not hidden behind work (estimate)",
-                "a smaller --ring, larger rates for the segments that span devices, or fewer --kv-heads",
+                "a smaller --ring or fewer --kv-heads hide more; larger rates for segments that span devices send less",
             )
         )
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import math
+import textwrap
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -22,7 +23,7 @@ from ringjax.cli.arguments import (
     parse_count,
 )
 from ringjax.cli.hardware import DEVICES
-from ringjax.cli.output import emit, seconds_text, table_text
+from ringjax.cli.output import WIDTH, emit, seconds_text, table_text
 from ringjax.cli.roofline import Estimate, estimate
 from ringjax.memory import Memory
 from ringjax.plan import STRATEGIES, Plan
@@ -101,7 +102,8 @@ class PlanReport:
         is_best = (self.best.layout, self.best.strategy) == (self.job.layout, self.job.strategy)
         lines += ["", best + (", as planned." if is_best else f" ({bytes_text(self.best.sent)} sent).")]
         for warning in self.warnings:
-            lines += [f"Warning: {warning.about}.", f"    Fix: {warning.fix}."]
+            about = textwrap.fill(f"Warning: {warning.about}.", WIDTH, subsequent_indent="    ")
+            lines += [about, f"    Fix: {warning.fix}."]
         return "\n".join(lines)
 
 
