@@ -26,10 +26,10 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from lm import data, devices, rehearsal
-from lm.checkpoints import CheckpointError, Checkpoints
+from lm.checkpoints import Checkpoints
 from lm.display import Display, loss_curve, memory_line
-from lm.flags import UserError, as_user_error, flag, parse
-from lm.folder import PROFILED_STEPS, prepare_folder, profile
+from lm.flags import RunError, UserError, as_user_error, flag, parse
+from lm.folder import PROFILED_STEPS, Profile, prepare_folder
 from lm.signals import StopRequest
 
 import ringjax as rj
@@ -54,24 +54,24 @@ class Config:
     remat: bool = flag(True, "compute blocks again in the backward pass, all but attention")
     # the training
     seq_len: int = flag(2048, "bytes in a sequence")
-    batch: int = flag(4, "sequences in an optimiser step, of all devices together")
-    accumulate: int = flag(1, "micro-batches of a step, one after the other")
-    steps: int = flag(250, "optimiser steps")
+    batch: int = flag(4, "sequences in an optimiser step, of all devices together", least=1)
+    accumulate: int = flag(1, "micro-batches of a step, one after the other", least=1)
+    steps: int = flag(250, "optimiser steps", least=1)
     learning_rate: float = flag(1e-2, "highest learning rate")
-    warmup: int = flag(20, "steps in which it rises; then it falls along a cosine to a tenth")
+    warmup: int = flag(20, "steps in which it rises; then it falls along a cosine to a tenth", least=1)
     weight_decay: float = flag(0.1, "of AdamW, for matrices")
     clip: float = flag(1.0, "largest norm of a gradient")
     seed: int = flag(0, "of initial parameters, shuffling and sampling")
     # the data
     data_path: tuple[str, ...] = flag((), "files, folders or patterns; by default Python's standard library")
-    eval_every: int = flag(100, "steps between evaluations on held-out documents; 0: none")
-    eval_batches: int = flag(2, "batches of an evaluation")
+    eval_every: int = flag(100, "steps between evaluations on held-out documents; 0: none", least=0)
+    eval_batches: int = flag(2, "batches of an evaluation", least=1)
     # the devices
-    data: int = flag(1, "mesh axis: devices that share the sequences of a batch, and the parameters")
-    ring: int = flag(0, "mesh axis: devices that share a sequence; 0: all that are left")
-    tensor: int = flag(1, "mesh axis: devices that share heads and hidden features")
+    data: int = flag(1, "mesh axis: devices that share the sequences of a batch, and the parameters", least=1)
+    ring: int = flag(0, "mesh axis: devices that share a sequence; 0: all that are left", least=0)
+    tensor: int = flag(1, "mesh axis: devices that share heads and hidden features", least=1)
     layout: str = flag("auto", "contiguous or zigzag; auto: zigzag on a ring of several devices")
-    devices: int = flag(0, "simulated CPU devices of each process; 0: the devices that there are")
+    devices: int = flag(0, "simulated CPU devices of each process; 0: the devices that there are", least=0)
     distributed: bool = flag(False, "several processes, which JAX finds by itself (SLURM, Cloud TPU)")
     coordinator: str = flag("", "several processes: HOST:PORT of the first one")
     num_processes: int = flag(1, "how many, with --coordinator")
@@ -80,12 +80,12 @@ class Config:
     out: str = flag("runs/lm", "folder for metrics, checkpoints, curve and sample")
     resume: bool = flag(False, "go on from the newest checkpoint, if there is one")
     overwrite: bool = flag(False, "delete an earlier run in the same folder")
-    save_every: int = flag(100, "steps between checkpoints; 0: at the end only")
-    keep: int = flag(3, "checkpoints that stay")
-    log_every: int = flag(10, "steps between lines")
+    save_every: int = flag(100, "steps between checkpoints; 0: at the end only", least=0)
+    keep: int = flag(3, "checkpoints that stay", least=1)
+    log_every: int = flag(10, "steps between lines", least=1)
     json: bool = flag(False, "write the JSON lines to stdout, everything else to stderr")
     prompt: str = flag("def ", "what the sample at the end begins with")
-    sample_bytes: int = flag(200, "length of the sample; 0: none")
+    sample_bytes: int = flag(200, "length of the sample; 0: none", least=0)
     profile: str = flag("", f"folder for a profile of {PROFILED_STEPS} steps")
     compile_only: bool = flag(False, "compile the training step, say what memory it takes, and end")
     rehearse: str = flag("", "compile for devices that are not there, such as v5e:4x4 or H100 (8 of them), and end")
@@ -130,7 +130,7 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 def is_matrix(parameter: Array) -> bool:
     """Not a norm's scale or bias; all have a leading axis of layers but the last norm."""
-    return parameter.ndim > 2 or parameter.shape[0] == VOCABULARY
+    return parameter.ndim > 2 or (parameter.ndim == 2 and parameter.shape[0] == VOCABULARY)
 
 
 def filled(graph: Any, variables: nnx.State, parameters: Any) -> LongNetDecoder:
@@ -237,54 +237,69 @@ def train(training: Training, split: data.Split, display: Display) -> int:
     checkpoints = Checkpoints(folder / "checkpoints", config.keep, display.say)
     source = {"seed": config.seed, "documents": len(split.train), "bytes": sum(x.size for x in split.train)}
     facts = {"model": training.facts(), "data": source}
-    restored = checkpoints.restore(training.wanted, functools.partial(check_model, facts)) if config.resume else None
-    step, rows, state = (restored.step, restored.facts["rows"], restored.state) if restored else (0, 0, training.init())
-    if restored:
-        display.say(f"going on from the checkpoint of step {step}")
-        if restored.facts["data"] != source:
-            display.say(f"other data than those of the checkpoint: {source} instead of {restored.facts['data']}")
+    step, rows, state = begin(training, checkpoints, facts, display)
     first = step
+    entropy = data.unigram_entropy(split.train) if display.is_first else 0.0
+    display.say(f"unigram entropy of the corpus: {entropy:.4f} nats per byte")
     batches, held_out = training.batches(split.train, config.seed), training.batches(split.held_out, None)
     compiled = training.step.lower(training.wanted, training.wanted_batch).compile()
     display.say(memory_line(compiled))
     display.begin(step)
     sizes = (config.accumulate, config.batch // config.accumulate)
-    rate = learning_rate(config)
     figures: dict[str, Array] = {}
-    with StopRequest() as stop, display:
+    with StopRequest() as stop, Profile(config.profile) as profile, display:
         display.clock.reset(step)
         while step < config.steps:
-            profile(config.profile, step - first)
+            profile.before_step(step - first)
             batch = batches.batch(rows, *sizes)  # read while the step before is computed
             jax.block_until_ready(figures)
             state, figures = compiled(state, batch)
             step, rows = step + 1, rows + config.batch
             display.advance(step)
-            is_last, asked = step == config.steps, stop.at(step)
-            if step % config.log_every == 0 or step == first + 1 or is_last or asked:
+            asked = stop.at(step)
+            is_end, is_first = asked or step == config.steps, step == first + 1
+            shown, tested, saved = (
+                is_end or (every > 0 and step % every == 0)
+                for every in (config.log_every, config.eval_every, config.save_every)
+            )
+            if (saved or shown) and not np.isfinite(float(figures["loss"])):
+                raise RunError(f"the loss of step {step} is not a finite number; the checkpoints before it are kept")
+            if shown or tested or is_first:
                 record = {"step": step, **{name: float(x) for name, x in figures.items()}}
-                seconds = display.clock.seconds_per_step(step)
-                speed = {"seconds_per_step": seconds, "tokens_per_second": config.batch * config.seq_len / seconds}
-                record |= {"learning_rate": float(rate(step - 1)), **speed}
-                if config.eval_every and (step % config.eval_every == 0 or is_last):
+                record |= {"learning_rate": float(learning_rate(config)(step - 1)), **display.clock.speed(step)}
+                if tested and config.eval_every and not asked:
                     record["validation_loss"] = evaluate(training, state, held_out, sizes)
                 display.log(record)
                 display.clock.reset(step)
-            if is_last or asked or (config.save_every and step % config.save_every == 0):
+            if saved:
                 checkpoints.save(step, state, {**facts, "rows": rows})
                 display.clock.reset(step)
-            if asked and not is_last:
+            if asked and step < config.steps:
                 checkpoints.close()
                 display.say(f"asked to stop: step {step} is saved; --resume goes on from it")
                 return 128 + stop.signal
     checkpoints.close()
-    finish(training, state, split, display)
+    finish(training, state, entropy, display)
     return 0
+
+
+def begin(
+    training: Training, checkpoints: Checkpoints, facts: dict[str, Any], display: Display
+) -> tuple[int, int, State]:
+    """Steps done, rows seen, and the state: those of the newest checkpoint, if the user wants to go on, or new ones."""
+    check = functools.partial(check_model, facts)
+    restored = checkpoints.restore(training.wanted, check) if training.config.resume else None
+    if restored is None:
+        return 0, 0, training.init()
+    display.say(f"going on from the checkpoint of step {restored.step}")
+    if restored.facts["data"] != facts["data"]:
+        display.say(f"other data than those of the checkpoint: {facts['data']} instead of {restored.facts['data']}")
+    return restored.step, restored.facts["rows"], restored.state
 
 
 def check_model(expected: dict[str, Any], found: dict[str, Any]) -> None:
     """Refuses the checkpoint of another model, in one line."""
-    ours, theirs = expected["model"], found["model"]
+    ours, theirs = expected["model"], found.get("model", {})
     other = [f"{name} {theirs.get(name)} instead of {ours[name]}" for name in ours if theirs.get(name) != ours[name]]
     if other:
         raise UserError(f"--resume: the checkpoint is of another model: {', '.join(other)}")
@@ -299,7 +314,7 @@ def evaluate(training: Training, state: State, held_out: data.Batches, sizes: tu
     return loss / max(tokens, 1.0)
 
 
-def finish(training: Training, state: State, split: data.Split, display: Display) -> None:
+def finish(training: Training, state: State, entropy: float, display: Display) -> None:
     """A sample of text, the curve, and the loss beside the entropy of single bytes."""
     config, folder = training.config, pathlib.Path(training.config.out)
     text = sample(training, state) if config.sample_bytes else ""
@@ -308,7 +323,6 @@ def finish(training: Training, state: State, split: data.Split, display: Display
     if text:
         (folder / "sample.txt").write_text(text)
         display.say(f"\na sample:\n{text}\n")
-    entropy = data.unigram_entropy(split.train)
     if display.records:
         loss_curve(folder / "loss.png", display.records, entropy)
         last = display.records[-1]
@@ -316,19 +330,18 @@ def finish(training: Training, state: State, split: data.Split, display: Display
         verdict = "below" if last["loss"] < entropy else "NOT below"
         nats = f"{entropy:.4f} nats per byte"
         display.say(f"loss {last['loss']:.4f}{held_out}: {verdict} the unigram entropy of the corpus, {nats}")
-    display.say(f"metrics.jsonl, loss.png, sample.txt and checkpoints are in {folder}")
+    display.say(f"metrics, checkpoints, curve and sample are in {folder}")
 
 
 def sample(training: Training, state: State) -> str:
     """Text from the model, on one device with the decode cache; all processes help to bring the parameters there."""
-    parameters = devices.whole_on_host(state.parameters)
+    parameters, rng = devices.whole_on_host((state.parameters, state.rng))
     if jax.process_index():
         return ""
     model = filled(*nnx.split(nnx.eval_shape(functools.partial(training.new_model, None))), parameters)
     prompt = np.frombuffer(training.config.prompt.encode() or b"\n", np.uint8)
-    rng = jax.random.wrap_key_data(devices.whole_on_host(state.rng))
-    length = training.config.sample_bytes
-    tokens = model.generate(jnp.asarray(prompt, jnp.int32)[None], length, rng=rng, temperature=0.8)
+    given, length = jnp.asarray(prompt, jnp.int32)[None], training.config.sample_bytes
+    tokens = model.generate(given, length, rng=jax.random.wrap_key_data(rng), temperature=0.8)
     return (prompt.tobytes() + bytes(np.asarray(tokens)[0].tolist())).decode(errors="replace")
 
 
@@ -341,7 +354,7 @@ def run(config: Config) -> int:
         there = jax.devices()
     mesh = devices.make_mesh(there, config.data, config.ring, config.tensor)
     training = Training(config, mesh)
-    display = Display(pathlib.Path(config.out), config.steps, config.json)
+    display = Display(pathlib.Path(config.out), config.steps, config.batch * config.seq_len, config.json)
     count = sum(x.size for x in jax.tree.leaves(training.wanted.parameters))
     display.say(f"mesh {dict(mesh.shape)}, {count:,} parameters, computed in {training.model_config.dtype}")
     display.say(str(training.plan))
@@ -361,7 +374,7 @@ def run(config: Config) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(parse(Config, __doc__.splitlines()[0], argv))
-    except (UserError, CheckpointError) as error:
+    except (UserError, RunError) as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1
 

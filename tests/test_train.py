@@ -139,6 +139,8 @@ def test_parameters_and_moments_are_sharded_and_drawn_alike(quick):
     [
         ("--data 3 --ring 4", "a mesh of data 3 x ring 4 x tensor 1 takes 12 devices, and there are 8"),
         ("--data 0", "--data must be at least 1, got 0"),
+        ("--keep 0", "--keep must be at least 1, got 0"),
+        ("--log-every 0", "--log-every must be at least 1, got 0"),
         ("--ring 8 --seq-len 72", "--seq-len must be a multiple of 16 for layout zigzag on a ring of 8, got 72"),
         ("--data 8", "--batch must be a multiple of --accumulate x --data, 1 x 8, got 4"),
         ("--accumulate 3 --ring 1", "--batch must be a multiple of --accumulate x --data, 3 x 1, got 4"),

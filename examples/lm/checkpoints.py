@@ -23,14 +23,14 @@ import orbax.checkpoint as ocp
 from jax import Array, lax
 from jax.experimental import multihost_utils
 
-from lm.flags import UserError
+from lm.flags import RunError, UserError
 
 Tree = Any
 Facts = dict[str, Any]
 _MIDWAY = ".orbax-checkpoint-tmp"  # in the names of checkpoints that are being written
 
 
-class CheckpointError(Exception):
+class CheckpointError(RunError):
     """A checkpoint could not be written; the text is one line."""
 
 
@@ -56,8 +56,6 @@ class Checkpoints:
 
     def __init__(self, folder: pathlib.Path, keep: int, report: Callable[[str], None]) -> None:
         _quiet()
-        if keep < 1:
-            raise UserError(f"--keep must be at least 1, got {keep}")
         self.folder, self.report = folder.absolute(), report
         options = ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True)
         try:

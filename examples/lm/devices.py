@@ -56,9 +56,6 @@ def make_mesh(devices: Sequence[jax.Device], data: int, ring: int, tensor: int) 
     Raises:
         UserError: If there are too few devices, or processes would be left without one.
     """
-    for name, size in (("data", data), ("ring", ring), ("tensor", tensor)):
-        if size < (0 if name == "ring" else 1):
-            raise UserError(f"--{name} must be at least {0 if name == 'ring' else 1}, got {size}")
     shape = (data, ring or max(1, len(devices) // (data * tensor)), tensor)
     needed = math.prod(shape)
     asked = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True))

@@ -23,15 +23,16 @@ class Display:
     Args:
         folder: Where the files go.
         steps: Of the whole run.
+        tokens: Of a step.
         as_json: Whether stdout has the records, and nothing else: the rest goes to stderr.
     """
 
-    def __init__(self, folder: pathlib.Path, steps: int, as_json: bool) -> None:
+    def __init__(self, folder: pathlib.Path, steps: int, tokens: int, as_json: bool) -> None:
         self.folder, self.steps, self.as_json = folder, steps, as_json
         self.is_first = jax.process_index() == 0
         self.console = Console(stderr=as_json, quiet=not self.is_first, highlight=False, soft_wrap=True)
         self.records: list[Record] = []
-        self.clock = Clock()
+        self.clock = Clock(tokens)
         self._file = folder / "metrics.jsonl"
         columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}")
         self._bar = Progress(*columns, TimeElapsedColumn(), console=self.console, disable=not self.console.is_terminal)
@@ -82,16 +83,21 @@ class Display:
 
 
 class Clock:
-    """Seconds per step since the last look, without the pauses in between (evaluation, checkpoints)."""
+    """Speed since the last look, without the pauses in between (evaluation, checkpoints).
 
-    def __init__(self) -> None:
-        self._since, self._step = time.perf_counter(), 0
+    Args:
+        tokens: Of a step.
+    """
+
+    def __init__(self, tokens: int) -> None:
+        self._tokens, self._since, self._step = tokens, time.perf_counter(), 0
 
     def reset(self, step: int) -> None:
         self._since, self._step = time.perf_counter(), step
 
-    def seconds_per_step(self, step: int) -> float:
-        return (time.perf_counter() - self._since) / max(1, step - self._step)
+    def speed(self, step: int) -> Record:
+        seconds = (time.perf_counter() - self._since) / max(1, step - self._step)
+        return {"seconds_per_step": seconds, "tokens_per_second": self._tokens / seconds}
 
 
 def memory_line(compiled: jax.stages.Compiled) -> str:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import types
 import typing
 from collections.abc import Iterator, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -26,9 +25,13 @@ class UserError(Exception):
     """Something that the user asked for cannot be done; the text is one line that says what and why."""
 
 
-def flag(default: Any, help: str) -> Any:
-    """A field of a config: its default and the sentence that `--help` shows."""
-    return dataclasses.field(default=default, metadata={"help": help})
+class RunError(Exception):
+    """A run that cannot go on; the text is one line that says why."""
+
+
+def flag(default: Any, help: str, least: float | None = None) -> Any:
+    """A field of a config: its default, the sentence that `--help` shows, and the least that it may be."""
+    return dataclasses.field(default=default, metadata={"help": help, "least": least})
 
 
 def parse(config: type[Config], about: str, argv: Sequence[str] | None) -> Config:
@@ -42,7 +45,12 @@ def parse(config: type[Config], about: str, argv: Sequence[str] | None) -> Confi
             parser.add_argument(name, action=argparse.BooleanOptionalAction, **options)
         else:
             parser.add_argument(name, type=_reader(kind), metavar=_shown(kind), **options)
-    return config(**vars(parser.parse_args(argv)))
+    made = config(**vars(parser.parse_args(argv)))
+    for field in dataclasses.fields(config):
+        value, least = getattr(made, field.name), field.metadata["least"]
+        if least is not None and not value >= least:
+            raise UserError(f"--{field.name.replace('_', '-')} must be at least {least}, got {value}")
+    return made
 
 
 @contextlib.contextmanager
@@ -61,8 +69,6 @@ class _Parser(argparse.ArgumentParser):
 
 def _reader(kind: Any) -> Any:
     """What reads a value of this type from text."""
-    if typing.get_origin(kind) is types.UnionType:  # `int | None`
-        kind = next(x for x in typing.get_args(kind) if x is not type(None))
     if typing.get_origin(kind) is not tuple:
         return kind
     item = typing.get_args(kind)[0]

@@ -36,9 +36,24 @@ def prepare_folder(folder: pathlib.Path, config: Any, *, resume: bool, overwrite
     wait_for_all("the folder is ready")
 
 
-def profile(folder: str, done: int) -> None:
-    """Writes a profile of a few steps to a folder, if there is one: call it before each step, with the steps done."""
-    if folder and done == 2:
-        jax.profiler.start_trace(folder)
-    if folder and done == 2 + PROFILED_STEPS:
-        jax.profiler.stop_trace()
+class Profile:
+    """Writes a profile of a few steps to a folder, if one is named: after the first two, or until the run ends."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self._is_on = folder, False
+
+    def before_step(self, done: int) -> None:
+        """Begins or ends the profile, if so many steps are done."""
+        if self.folder and done == 2:
+            jax.profiler.start_trace(self.folder)
+            self._is_on = True
+        if done == 2 + PROFILED_STEPS:
+            self.__exit__()
+
+    def __enter__(self) -> Profile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_on:
+            jax.profiler.stop_trace()
+        self._is_on = False
