@@ -12,12 +12,15 @@ import pytest
 
 import ringjax as rj
 from ringjax.cli.main import COMMANDS, parser
+from ringjax.cli.tune import Tuning
 
 ROOT = pathlib.Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INDENTED = re.compile(r"(?:^ {4,}\S.*\n)+", re.MULTILINE)
 SHELL = ("bash", "sh", "shell", "console")
+OURS = re.compile(r"(?:.*/)?(?:make|bash|srun|ringjax|python[\d.]*)")
 
 
 def name_of(page: pathlib.Path) -> str:
@@ -45,7 +48,9 @@ def _compiled_quickly():
 
 @pytest.mark.usefixtures("_compiled_quickly")
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
-def test_code_runs(page):
+def test_code_runs(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Tuning("cpu", jax.device_count(), "zigzag", "auto", None).save("tuning.json")  # as `ringjax tune` on a page does
     namespace = {"__name__": f"page_{page.stem}"}
     for line, code in blocks(page, "python"):
         compiled = compile("\n" * line + code, str(page), "exec")  # errors then name the line of the page
@@ -53,19 +58,22 @@ def test_code_runs(page):
 
 
 def commands(page: pathlib.Path) -> list[list[str]]:
-    """The commands of the shell blocks, and of the indented lines that begin with one of ours, as words."""
-    text = "\n".join(code for _, code in blocks(page, *SHELL))
-    indented = FENCE.sub("", page.read_text(encoding="utf-8"))
-    text += "\n" + "\n".join(re.findall(r"^ {4}((?:make|bash|python|ringjax) .*)$", indented, re.MULTILINE))
-    lines = text.replace("\\\n", " ").splitlines()
-    return [words for line in lines for words in _simple_commands(line)]
+    """The commands of the shell blocks, and those of other blocks without a language that look like ours, as words."""
+    text = page.read_text(encoding="utf-8")
+    plain = [code for _, code in blocks(page, "")] + INDENTED.findall(FENCE.sub("", text))
+    shell = [words for _, code in blocks(page, *SHELL) for words in _words(code)]
+    return shell + [words for code in plain for words in _words(code) if OURS.fullmatch(words[0])]
+
+
+def _words(code: str) -> list[list[str]]:
+    return [words for line in code.replace("\\\n", " ").splitlines() for words in _simple_commands(line)]
 
 
 def _simple_commands(line: str) -> list[list[str]]:
     """What stands between ``&&``, ``|`` and ``;`` of a line, without prompt, comment and variables before it."""
     if line.lstrip().startswith("#") or not line.strip():
         return []
-    lexer = shlex.shlex(line.removeprefix("$ "), posix=True, punctuation_chars="&|;<>()")
+    lexer = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars="&|;<>()")
     lexer.whitespace_split = True
     try:
         words = list(lexer)
@@ -93,12 +101,16 @@ def check_ringjax(words: list[str]) -> None:
 
 
 def check_script(path: str, words: list[str]) -> None:
-    """Whether a script of ours is there and knows the options that it is given."""
+    """Whether a script of ours is there and has the options that it is given."""
     assert (ROOT / path).is_file(), path
-    sources = [ROOT / path, *(ROOT / path).parent.glob("*/*.py"), *(ROOT / "ringjax" / "cli").glob("*.py")]
+    sources = [ROOT / path, *(ROOT / path).parent.glob("*/*.py")]
     text = "".join(source.read_text(encoding="utf-8") for source in sources)
-    for option in (w.split("=")[0] for w in words if w.startswith("--") and len(w) > 2):
-        assert f'"{option}"' in text or f'"--{option.removeprefix("--no-")}"' in text, (path, option)
+    fields = re.findall(r"^    (\w+): ", text, re.MULTILINE)  # of a dataclass that is made into options
+    known = set(re.findall(r'"(--[\w-]+)"', text)) | {f"--{name.replace('_', '-')}" for name in fields}
+    known |= {option.replace("--", "--no-", 1) for option in known} | {"--help"}
+    mine = words[: words.index("--")] if "--" in words else words  # what follows is another's
+    options = {w.split("=")[0] for w in mine if re.match(r"--\w", w)}
+    assert options <= known, (path, options - known)
 
 
 def check_command(words: list[str]) -> None:
