@@ -270,8 +270,8 @@ def test_asked_to_stop(texts, tmp_path, processes):
     code, output, _ = interrupted(tmp_path / "run", 7, signal.SIGTERM, *options, processes=processes)
     assert code == 143
     assert "is saved; --resume goes on from it" in output
-    (step,) = (int(x.name) for x in (tmp_path / "run" / "checkpoints").iterdir() if x.name != "10")
-    assert step == max(losses(tmp_path / "run"))
+    newest = max(int(x.name) for x in (tmp_path / "run" / "checkpoints").iterdir())
+    assert newest == max(losses(tmp_path / "run")) < 30
     assert trained(tmp_path / "run", *options, "--resume", processes=processes or 1) == whole
 
 

@@ -136,7 +136,7 @@ class Checkpoints:
         try:
             found = read()
         except Exception as error:  # orbax and tensorstore raise many kinds, for files that are cut, changed or gone
-            damage = " ".join(str(error).split())[:200] or type(error).__name__
+            damage = _root(error)
         if jax.process_count() > 1 and np.any(multihost_utils.process_allgather(np.array([bool(damage)]))):
             damage = damage or "another process could not read its part"
         return found, damage
@@ -202,4 +202,11 @@ def _reason(error: Exception) -> str:
     for text in ("No space left on device", "File too large", "Permission denied", "Disk quota exceeded"):
         if text in str(error):
             return text.lower()
+    return _root(error)
+
+
+def _root(error: BaseException) -> str:
+    """What went wrong first, in one line."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     return " ".join(str(error).split())[:200] or type(error).__name__
