@@ -190,6 +190,13 @@ RINGS = [
     pytest.param("zigzag", "grouped", {}, id="zigzag, grouped", marks=SLOW),
     pytest.param("zigzag", "block", {"batch_axis": "data", "head_axis": "tensor"}, id="batch and heads sharded"),
     pytest.param("zigzag", "mod", {"kind": AxisType.Explicit}, id="explicit mesh", marks=SLOW),
+    pytest.param(
+        "zigzag",
+        "mod",
+        {"kind": AxisType.Explicit, "batch_axis": "data", "head_axis": "tensor"},
+        id="all axes explicit",
+        marks=SLOW,
+    ),
     pytest.param("zigzag", "mod", {"dtype": np.float32}, id="float32", marks=SLOW),
 ]
 
@@ -368,6 +375,8 @@ def test_mistakes_are_told():
             cache, q[:, :, :1], q[:, :, :1]
         ),
         r"`lengths` must be between 0 and 3, got \[3, 5\]": lambda: rj.prefill(cache, q, q, np.array([3, 5])),
+        r"`lengths` must be between 0 and 3, got \[3, 4\]": lambda: rj.prefill(cache, q, q, [3, 4]),
+        r"`lengths` must be integers of shape \(2,\), got <U1": lambda: rj.prefill(cache, q, q, ["a", "b"]),
         r"`key` length must be a multiple of 2 .*got 3": lambda: rj.prefill(cache, q, q, ring=rj.Ring(ring_mesh(2))),
         r"`tokens` must be an integer array of shape \(batch,\)": lambda: rj.generate(
             step, (), tokens[:, None], 3, greedy=True

@@ -87,7 +87,9 @@ def test_decoding_of_many_kinds(changes, ring_size):
 
 
 @SLOW
-@pytest.mark.parametrize(("sizes", "kind"), [(ALL_AXES, AxisType.Auto), ({"ring": 4}, AxisType.Explicit)])
+@pytest.mark.parametrize(
+    ("sizes", "kind"), [(ALL_AXES, AxisType.Auto), (ALL_AXES, AxisType.Explicit), ({"ring": 4}, AxisType.Explicit)]
+)
 def test_generating_on_a_ring(sizes, kind):
     model, shapes = functional(LongNetDecoder, config_of(pattern=TWO_BRANCHES))
     right = model(drawn(shapes)).generate(TOKENS[:, :10], 6, lengths=np.array([10, 7]), greedy=True)

@@ -13,12 +13,13 @@ holds is told by positions alone, see `held_positions`.
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from ringjax.devices import Ring
@@ -145,6 +146,14 @@ def cache_specs(cache: DecodeCache, ring: Ring) -> DecodeCache:
     return specs
 
 
+def placed(ring: Ring, arrays: Any, specs: Any) -> Any:  # noqa: ANN401
+    """The arrays sharded as the specs say: on an explicit mesh `shard_map` takes no others."""
+    mesh = ring.resolve()
+    if AxisType.Explicit not in mesh.axis_types:
+        return arrays
+    return jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), arrays, specs)
+
+
 def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)
 
@@ -166,10 +175,9 @@ def check_ring(ring: Ring, pattern: DilationPattern, batch: int, kv_heads: int) 
 
 def check_numbers(name: str, values: ArrayLike, batch: int, most: int) -> Array:
     """Checks one count per entry of the batch; values that are known only at run time are clipped."""
-    if not jnp.issubdtype(jnp.result_type(values), jnp.integer) or jnp.shape(values) != (batch,):
-        raise ValueError(
-            f"`{name}` must be integers of shape ({batch},), got {jnp.result_type(values)} of {jnp.shape(values)}."
-        )
+    values = values if isinstance(values, jax.Array) else np.asarray(values)
+    if not jnp.issubdtype(values.dtype, jnp.integer) or values.shape != (batch,):
+        raise ValueError(f"`{name}` must be integers of shape ({batch},), got {values.dtype} of {values.shape}.")
     if not isinstance(values, jax.core.Tracer):
         known = np.asarray(values)
         if known.min() < 0 or known.max() > most:

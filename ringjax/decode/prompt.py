@@ -21,6 +21,7 @@ from ringjax.decode.cache import (
     check_ring,
     held_positions,
     offset_table,
+    placed,
 )
 from ringjax.devices import Ring
 from ringjax.joint import RingPlace
@@ -73,13 +74,10 @@ def prefill(
             f"got {length}: pad with `to_layout` and say `lengths`."
         )
     specs, heads = cache_specs(cache, ring), PartitionSpec(None, ring.head_axis)
-    sharded = jax.shard_map(
-        functools.partial(_fill, place=place),
-        mesh=ring.resolve(),
-        in_specs=(specs, ring.spec(), ring.spec(), specs.lengths, heads),
-        out_specs=specs,
-    )
-    return sharded(cache, key, value, given, offsets)
+    in_specs = (specs, ring.spec(), ring.spec(), specs.lengths, heads)
+    fill = functools.partial(_fill, place=place)
+    sharded = jax.shard_map(fill, mesh=ring.resolve(), in_specs=in_specs, out_specs=specs)
+    return sharded(*placed(ring, (cache, key, value, given, offsets), in_specs))
 
 
 def check_slots(cache: DecodeCache, shards: int) -> None:

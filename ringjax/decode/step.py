@@ -19,7 +19,15 @@ from jax.typing import ArrayLike
 
 from ringjax import softmax
 from ringjax.checks import AttentionShape, check_inputs
-from ringjax.decode.cache import DecodeCache, cache_specs, check_numbers, check_ring, held_positions, offset_table
+from ringjax.decode.cache import (
+    DecodeCache,
+    cache_specs,
+    check_numbers,
+    check_ring,
+    held_positions,
+    offset_table,
+    placed,
+)
 from ringjax.decode.prompt import check_slots
 from ringjax.devices import Ring
 from ringjax.pattern import Branch
@@ -101,13 +109,10 @@ def decode_step(
     check_slots(cache, shards)
     specs = cache_specs(cache, ring)
     new = PartitionSpec(ring.batch_axis, None, ring.head_axis, None)
-    sharded = jax.shard_map(
-        functools.partial(step, axis_name=ring.axis_name),
-        mesh=ring.resolve(),
-        in_specs=(specs, new, new, new, specs.lengths, PartitionSpec(None, ring.head_axis)),
-        out_specs=(new, specs),
-    )
-    return sharded(cache, query, key, value, real, offsets)
+    in_specs = (specs, new, new, new, specs.lengths, PartitionSpec(None, ring.head_axis))
+    on_device = functools.partial(step, axis_name=ring.axis_name)
+    sharded = jax.shard_map(on_device, mesh=ring.resolve(), in_specs=in_specs, out_specs=(new, specs))
+    return sharded(*placed(ring, (cache, query, key, value, real, offsets), in_specs))
 
 
 def _check_like_cache(cache: DecodeCache, key: Array) -> None:

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ringjax.decode import DecodeCache, generate
-from ringjax.decode.cache import cache_specs, check_numbers
+from ringjax.decode.cache import check_numbers, placed
 from ringjax.devices import Ring
 from ringjax.layout import to_layout
 from ringjax.pattern import whole_number
@@ -73,6 +73,8 @@ def _run(
 ) -> Array:
     model = nnx.merge(graph, state)
     last = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)[:, 0]
+    if model.ring is not None:
+        last = placed(model.ring, last, PartitionSpec(model.ring.batch_axis))
     _, caches = model.prefill(_stored(prompt, model.ring), choice.max_len, lengths=lengths - 1)
 
     def step(caches: tuple[DecodeCache, ...], tokens: Array) -> tuple[Array, tuple[DecodeCache, ...]]:
@@ -90,13 +92,5 @@ def _stored(prompt: Array, ring: Ring | None) -> Array:
     """A prompt in the layout of the ring, padded."""
     if ring is None:
         return prompt
-    stored, mesh = to_layout(prompt, ring.layout, ring.size("axis_name")), ring.resolve()
-    if AxisType.Explicit not in mesh.axis_types:
-        return stored
-    return jax.reshard(stored, NamedSharding(mesh, PartitionSpec(ring.batch_axis, ring.axis_name)))
-
-
-def sharded_cache(cache: DecodeCache, ring: Ring) -> DecodeCache:
-    """A cache whose arrays say how they are sharded, which under `jit` on an explicit mesh they would not."""
-    mesh, specs = ring.resolve(), cache_specs(cache, ring)
-    return jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), cache, specs)
+    stored = to_layout(prompt, ring.layout, ring.size("axis_name"))
+    return placed(ring, stored, PartitionSpec(ring.batch_axis, ring.axis_name))

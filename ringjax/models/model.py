@@ -26,12 +26,13 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from ringjax.decode import DecodeCache, init_cache
+from ringjax.decode.cache import cache_specs, placed
 from ringjax.devices import Ring
 from ringjax.layout import layout_for
 from ringjax.layout import positions as stored_positions
 from ringjax.models.block import BlockStack, nth
 from ringjax.models.config import LongNetConfig
-from ringjax.models.generation import continued, sharded_cache
+from ringjax.models.generation import continued
 
 
 class LongNetDecoder(BlockStack):
@@ -158,7 +159,7 @@ class LongNetDecoder(BlockStack):
     def _empty_cache(self, batch: int, max_len: int) -> DecodeCache:
         core, dtype = self.blocks.attention.core, jnp.dtype(self.config.dtype)
         cache = init_cache(core.pattern, batch, core.num_kv_heads, core.head_dim, max_len, dtype, ring=self.ring)
-        return cache if self.ring is None or self.sharding() is None else sharded_cache(cache, self.ring)
+        return cache if self.ring is None else placed(self.ring, cache, cache_specs(cache, self.ring))
 
     def _logits(self, x: Array) -> Array:
         kernel = self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
