@@ -131,7 +131,7 @@ def plot(path: str, task: Task, chunk: int, histories: dict[str, list[float]], a
     """Writes accuracy over steps as a picture."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (training alone does without)
 
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
     for (name, history), colour in zip(histories.items(), ("tab:blue", "tab:orange"), strict=True):
         steps = [chunk * (i + 1) for i in range(len(history))]
@@ -141,7 +141,7 @@ def plot(path: str, task: Task, chunk: int, histories: dict[str, list[float]], a
     axes.set(xlabel="training step", ylabel="right answers, %", ylim=(0, 104), xlim=(0, None))
     axes.set_title(f"Recalling {RATE} letters from {task.distance:,} tokens back, in {task.length:,} tokens")
     axes.grid(alpha=0.3)
-    axes.legend(loc="center right")
+    figure.legend(loc="outside lower center")
     figure.savefig(path, dpi=120)
 
 

@@ -1,5 +1,6 @@
 """The recall example in small: what is asked, who can know it, and that a model learns it."""
 
+import functools
 import importlib.util
 import pathlib
 import sys
@@ -25,18 +26,29 @@ def recall():
     del sys.modules[spec.name]
 
 
-def sources(pattern, length, layers):
-    """Which positions (row: asking, column: read) reach which through this many layers of any heads, by the oracle."""
+@pytest.fixture(scope="module")
+def small(recall):
+    """A task, and sequences of it."""
+    task = recall.Task(**SMALL)
+    return task, np.asarray(jax.jit(task.sequences, static_argnums=1)(jax.random.key(0), 32))
+
+
+@functools.partial(jax.jit, static_argnames=("pattern", "length"))
+def read(pattern, length):
+    """Share of each position (column) in what a position (row) reads where all scores are equal, by the oracle."""
     nothing = jnp.zeros((1, length, 8, length))
     marks = jnp.broadcast_to(jnp.eye(length)[None, :, None], nothing.shape)
-    weights = rj.reference_attention(nothing, nothing, marks, pattern, is_causal=True)
-    sees = np.asarray(weights[0] > 0).any(1) | np.eye(length, dtype=bool)  # the stream of a layer goes on as it is
+    return rj.reference_attention(nothing, nothing, marks, pattern, is_causal=True)[0].mean(1)
+
+
+def sources(pattern, length, layers):
+    """Which positions (column) a position (row) can know of after this many layers."""
+    sees = (np.asarray(read(pattern, length)) > 0) | np.eye(length, dtype=bool)  # each layer adds to its input
     return np.linalg.matrix_power(sees.astype(float), layers) > 0
 
 
-def test_the_answer_stands_exactly_so_far_back_and_nowhere_nearer(recall):
-    task = recall.Task(**SMALL)
-    tokens = np.asarray(task.sequences(jax.random.key(0), 32))
+def test_the_answer_stands_exactly_so_far_back_and_nowhere_nearer(recall, small):
+    task, tokens = small
     assert tokens.shape == (32, task.length)
     starts = set()
     for row in tokens:
@@ -49,16 +61,16 @@ def test_the_answer_stands_exactly_so_far_back_and_nowhere_nearer(recall):
 
 
 @pytest.mark.parametrize("reaches", [True, False])
-def test_only_the_long_segment_can_know(recall, reaches):
-    task = recall.Task(**SMALL)
+def test_only_the_long_segment_can_know(recall, small, reaches):
+    task, tokens = small
     reach = sources(task.pattern(reaches=reaches), task.length, layers=2)
-    for row in np.asarray(task.sequences(jax.random.key(1), 4)):
+    for row in tokens:
         known = reach[row == recall.QUESTION][:, row < recall.LETTERS]
         assert known.any(1).all() if reaches else not known.any()
 
 
-def test_a_model_that_reaches_recalls(recall):
-    task = recall.Task(**SMALL)
+def test_a_model_that_reaches_recalls(recall, small):
+    task, _ = small
     with jax.numpy_dtype_promotion("standard"):  # as optax needs
         _, history = recall.train(task, task.pattern(reaches=True), steps=140, batch=8)
     assert history[0] < 0.2 and history[-1] > 0.95
