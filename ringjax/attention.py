@@ -208,6 +208,7 @@ def ring_dilated_attention(
     named = {"axis_name": axis_name, "head_axis": head_axis, "batch_axis": batch_axis}
     check_ring_options(named, layout, strategy, memory_budget)
     ring_size, head_shards = _axis_size("axis_name", axis_name), _axis_size("head_axis", head_axis)
+    _axis_size("batch_axis", batch_axis)
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
     words = _dropout_words(dropout_rate, dropout_rng)
     config = _config(pattern, is_causal, shape, dropout_rate, implementation, block_sizes)
@@ -350,6 +351,8 @@ def _config(
                 f'`implementation` must be None or "xla" with `dropout_rate` above 0, which the kernels do not have, '
                 f"got {implementation!r}."
             )
+        if block_sizes is not None:
+            raise ValueError("`block_sizes` must be None with `dropout_rate` above 0, which the kernels do not have.")
         backend = Backend("xla")
     return Config(pattern, is_causal, shape.scale, backend, dropout_rate=float(dropout_rate))
 

@@ -6,6 +6,7 @@ import math
 import numbers
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -88,16 +89,22 @@ def check_inputs(
 def check_rate(rate: float, name: str = "dropout_rate") -> None:
     """Checks a rate of dropout."""
     if not _is_finite_number(rate) or not 0 <= rate < 1:
-        raise ValueError(
-            f"`{name}` must be a number from 0 to below 1, known before the program runs, got {rate!r}."
-        )
+        raise ValueError(f"`{name}` must be a number from 0 to below 1, known before the program runs, got {rate!r}.")
 
 
 def check_dropout(rate: float, rng: Array | None) -> None:
     """Checks the arguments of dropout."""
     check_rate(rate)
-    if rate > 0 and not hasattr(rng, "dtype"):
+    if rate > 0 and not _is_key(rng):
         raise ValueError(f"`dropout_rng` must be a key of `jax.random` with `dropout_rate` above 0, got {rng!r}.")
+
+
+def _is_key(rng: object) -> bool:
+    """Whether this is a key of `jax.random`, of the new kind or of the old one."""
+    dtype, ndim = getattr(rng, "dtype", None), getattr(rng, "ndim", None)
+    if dtype is None:
+        return False
+    return (jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0) or (dtype == jnp.uint32 and ndim == 1)
 
 
 def _is_finite_number(value: object) -> bool:

@@ -66,7 +66,8 @@ def key_stamps(positions: Array) -> Array:
 def factors(query: Array, key: Array, rate: float, dtype: jnp.dtype) -> Array:
     """What the weights (M, S) of rows with these stamps are multiplied by: 0 or ``1 / (1 - rate)``."""
     bits = _mixed(query[:, None] + key[None, :])
-    return jnp.where(bits >= jnp.uint32(round(rate * 2**32)), jnp.asarray(1 / (1 - rate), dtype), jnp.zeros((), dtype))
+    limit = jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
+    return jnp.where(bits >= limit, jnp.asarray(1 / (1 - rate), dtype), jnp.zeros((), dtype))
 
 
 def _mixed(x: Array) -> Array:

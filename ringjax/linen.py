@@ -33,6 +33,7 @@ class DilatedSelfAttention(nn.Module):
         is_causal: Whether a position sees only itself and those before.
         positions: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
         sub_norm: Whether the concatenated heads are normalized (layer norm) before the output projection.
+        norm_epsilon: Added to the variance in that norm.
         dropout_rate: Share of the attention weights that is dropped in training, see `dilated_attention`.
         deterministic: Whether nothing is dropped.
         use_bias: Whether the projections have a bias.
@@ -65,6 +66,7 @@ class DilatedSelfAttention(nn.Module):
     is_causal: bool = False
     positions: PositionKind | None = None
     sub_norm: bool = False
+    norm_epsilon: float = 1e-6
     dropout_rate: float = 0.0
     deterministic: bool = False
     use_bias: bool = True
@@ -138,7 +140,11 @@ class DilatedSelfAttention(nn.Module):
         )
         if self.sub_norm:
             norm = nn.LayerNorm(
-                dtype=self.dtype, param_dtype=self.param_dtype, use_fast_variance=False, name="sub_norm"
+                epsilon=self.norm_epsilon,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                use_fast_variance=False,
+                name="sub_norm",
             )
             attended = norm(attended.reshape(*attended.shape[:-2], -1)).reshape(attended.shape)
         out = projection(shapes["out"], 2, over=(core.head_axis, None, None), name="out")

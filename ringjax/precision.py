@@ -12,7 +12,7 @@ _AMPERE = 8.0  # the first compute capability with bfloat16
 def compute_dtype(device: jax.Device | None = None) -> np.dtype:
     """The dtype for the `dtype` of a layer: bfloat16 where the device computes it natively, float32 elsewhere.
 
-    A proposal, which nothing in ringjax takes by itself: pass another dtype to use another.
+    The models of `ringjax.models` take it where their `dtype` is None; layers and functions never do by themselves.
 
     Args:
         device: The device, or None for the default one.

@@ -21,6 +21,7 @@ from ringjax.attention import dilated_attention
 from ringjax.block.backend import Implementation
 from ringjax.checks import check_rate
 from ringjax.decode import DecodeCache, decode_step, prefill
+from ringjax.decode.cache import check_numbers
 from ringjax.devices import Ring, axes
 from ringjax.layout import layout_for
 from ringjax.layout import positions as stored_positions
@@ -117,7 +118,12 @@ class SelfAttention:
         self, query: Array, key: Array, value: Array, cache: DecodeCache, lengths: ArrayLike | None
     ) -> tuple[Array, DecodeCache]:
         """The attention of a whole prompt (B, T, heads, H), and the cache after it."""
-        self._check_causal()
+        self._check_decodes(cache)
+        if query.shape[1] > cache.max_len and (self.ring is None or lengths is None):
+            raise ValueError(
+                f"`max_len` of a cache must be at least the length of the prompt, got {cache.max_len} and "
+                f"{query.shape[1]}."
+            )
         query, key = self._placed(query, key, None, query.shape, cache.max_len)
         out = dilated_attention(
             query, key, value, self.pattern, is_causal=True, ring=self.ring, implementation=self.implementation
@@ -128,15 +134,20 @@ class SelfAttention:
         self, query: Array, key: Array, value: Array, cache: DecodeCache, counts: ArrayLike | None
     ) -> tuple[Array, DecodeCache]:
         """The attention of the next tokens (B, n, heads, H) after those of the cache, and the cache after them."""
-        self._check_causal()
+        self._check_decodes(cache)
         if self.positions is not None:
-            positions = cache.lengths[:, None] + jnp.arange(query.shape[1], dtype=jnp.int32)[None]
+            nth = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
+            positions = cache.lengths[:, None] + nth
+            if counts is not None:  # padding stands nowhere
+                positions = jnp.where(nth < check_numbers("counts", counts, *query.shape[:2])[:, None], positions, 0)
             query, key = self._placed(query, key, positions, query.shape, cache.max_len)
         return decode_step(cache, query, key, value, counts=counts, ring=self.ring)
 
-    def _check_causal(self) -> None:
+    def _check_decodes(self, cache: DecodeCache) -> None:
         if not self.is_causal:
             raise ValueError("`is_causal` must be True for a layer that decodes, got False.")
+        if cache.pattern != self.pattern:
+            raise ValueError(f"`cache` must be one of the layer's pattern {self.pattern}, got {cache.pattern}.")
 
     def check_features(self, x: Array) -> None:
         """Checks the input of a layer."""

@@ -149,7 +149,7 @@ class ShardRows:
 
     def _box(self, i: Array, batch: int, num_heads: int, starts: Array) -> Box:
         """The rows of the i-th head that takes part; of all heads alike in an array without heads."""
-        i = i.astype(jnp.int32)
+        i = jnp.asarray(i, jnp.int32)
         head = jnp.asarray(self.heads)[i] if num_heads > 1 else jnp.zeros_like(i)
         offset = jnp.asarray(self.offsets)[i]
         if self.is_aligned:

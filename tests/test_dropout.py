@@ -212,6 +212,12 @@ def test_no_key_and_no_kernels():
     x = jnp.ones((1, 8, 2, 4))
     with pytest.raises(ValueError, match=r"`dropout_rng` must be a key of `jax.random` .*got None"):
         rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=0.5)
+    with pytest.raises(ValueError, match=r"`dropout_rng` must be a key of `jax.random`"):
+        rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=0.5, dropout_rng=jnp.ones(3))
+    with pytest.raises(ValueError, match=r"`block_sizes` must be None with `dropout_rate` above 0"):
+        sizes = rj.BlockSizes(16, 16)
+        rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=0.5, dropout_rng=KEY, block_sizes=sizes)
+    assert not rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=1 - 1e-12, dropout_rng=KEY).any()
     with pytest.raises(NotImplementedError, match=r'`implementation` must be None or "xla" .*got \'interpret_tpu\''):
         rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=0.5, dropout_rng=KEY, implementation="interpret_tpu")
 
@@ -291,6 +297,23 @@ def logits_of(config, ring=None):
 def test_models_drop_in_each_layer_and_only_with_a_key():
     config = config_of(attention_dropout_rate=0.3)
     dropped = logits_of(config)(TOKENS, KEY)
+    model, shapes = functional(LongNetDecoder, config)
+    seen = []
+
+    def noted(query, *_, dropout_rng, **__):
+        seen.append(dropout_rng)
+        return query
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ringjax.self_attention.dilated_attention", noted)
+        plainly = dataclasses.replace(config, scan_layers=False, remat=False)
+        unrolled, _ = functional(LongNetDecoder, plainly)
+        with jax.disable_jit():
+            unrolled(drawn(shapes))(TOKENS[:1, :8], dropout_rng=KEY)
+    assert [jax.random.key_data(x).tolist() for x in seen] == jax.random.key_data(jax.random.split(KEY, 2)).tolist()
+    stopped = model(drawn(shapes))
+    stopped.eval()
+    assert (stopped(TOKENS[:1], dropout_rng=KEY) == stopped(TOKENS[:1])).all()
     assert error(logits_of(dataclasses.replace(config, scan_layers=False))(TOKENS, KEY), dropped) < 1e-5
     plain = logits_of(config_of())(TOKENS, None)
     assert (logits_of(config)(TOKENS, None) == plain).all()

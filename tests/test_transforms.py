@@ -108,3 +108,17 @@ def test_residuals_are_inputs_output_and_lse_only():
     _, pull = jax.vjp(lambda q, k, v: rj.dilated_attention(q, k, v, CASE.pattern, segment_ids=ids), q, k, v)
     kept = sum(x.size for x in jax.tree.leaves(pull))
     assert kept == q.size + k.size + v.size + q.size + q.size // CASE.dim + ids.size
+
+
+@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_without_jit(is_causal):
+    """Loops run in Python then, with Python's integers."""
+    case = Case(12, 1, 1, 1, 4, (4, 12), (1, 3), is_causal=is_causal)
+    q, k, v, _ = case.arrays(np.float32)
+    right = rj.reference_attention(q, k, v, case.pattern, is_causal=is_causal)
+    with jax.disable_jit():
+        out = rj.dilated_attention(q, k, v, case.pattern, is_causal=is_causal)
+        slope = jax.grad(lambda q: rj.dilated_attention(q, k, v, case.pattern, is_causal=is_causal).sum())(q)
+    assert error(out, right) < 2e-6
+    expected = jax.grad(lambda q: rj.reference_attention(q, k, v, case.pattern, is_causal=is_causal).sum())(q)
+    assert error(slope, expected) < 2e-6

@@ -189,7 +189,7 @@ def _over_visits(
 
     def pair(which: Array, state: State) -> State:
         def body(index: Array, state: State) -> State:
-            task = index.astype(jnp.int32) * num
+            task = jnp.asarray(index, jnp.int32) * num
             places = None
             if visits.places is not None:
                 head = task // (tasks // heads)
@@ -201,7 +201,7 @@ def _over_visits(
         return lax.fori_loop(0, steps, body, state)
 
     def needed(which: Array, state: State) -> State:
-        which = which.astype(jnp.int32)
+        which = jnp.asarray(which, jnp.int32)
         if visits.is_needed is None:
             return pair(which, state)
         return lax.cond(visits.is_needed[which], lambda s: pair(which, s), lambda s: s, state)

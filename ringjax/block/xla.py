@@ -170,7 +170,7 @@ def _over_tasks(task: Callable[[State, _Task], State], state: State, table: Part
     num = tasks_together(options.batch * table.segments if is_aligned else table.segments, _walk(table, options))
 
     def body(index: Array, state: State) -> State:
-        index = index.astype(jnp.int32)  # int64 under x64
+        index = jnp.asarray(index, jnp.int32)  # int64 under x64, an int without jit
         segment, i = (index // num_heads) * num, index % num_heads
         own, ids = Columns(segment, num, i, num_heads), Columns(segment, num, offsets[i], table.rate)
         box: Box = Columns(segment, num, offsets[i] * kv_heads + heads[i], table.rate * kv_heads)

@@ -77,6 +77,8 @@ def generate(
             raise ValueError(f"`step` must give logits of shape ({tokens.shape[0]}, vocabulary), got {logits.shape}.")
         if top_k is not None and top_k > logits.shape[1]:
             raise ValueError(f"`top_k` must be at most the vocabulary {logits.shape[1]}, got {top_k}.")
+        if logits.shape[1] - 1 > jnp.iinfo(tokens.dtype).max:
+            raise ValueError(f"`tokens` must have a dtype that holds {logits.shape[1]} tokens, got {tokens.dtype}.")
         chosen = choose(logits, key).astype(tokens.dtype)
         return (state, chosen), chosen
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import jax
 from flax import nnx
 from jax import Array, lax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from ringjax.decode import DecodeCache
@@ -87,7 +87,9 @@ class BlockStack(nnx.Module):
 
     def __init__(self, config: LongNetConfig, *, is_causal: bool, ring: Ring | None, rngs: nnx.Rngs) -> None:
         if config.dtype is None:
-            config = dataclasses.replace(config, dtype=compute_dtype())
+            mesh = None if ring is None else ring.mesh
+            device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
+            config = dataclasses.replace(config, dtype=compute_dtype(device))
 
         @nnx.split_rngs(splits=config.num_layers)
         @nnx.vmap(transform_metadata={nnx.PARTITION_NAME: None})
@@ -104,7 +106,7 @@ class BlockStack(nnx.Module):
         keys = None if dropout_rng is None else jax.random.split(dropout_rng, self.config.num_layers)
 
         def step(block: Block, x: Array, key: Array | None) -> tuple[Array, None]:
-            return block(x, rngs=key, deterministic=key is None, **where), None
+            return block(x, rngs=key, deterministic=True if key is None else None, **where), None
 
         return self.norm(self.run(step, x, keys)[0])
 

@@ -63,14 +63,14 @@ def token_loss(logits: Array, targets: Array, weights: Array) -> tuple[Array, Ar
 
     Args:
         logits: Logits (B, T, V).
-        targets: Integers (B, T), see `next_token_targets`.
+        targets: Integers (B, T) below V, see `next_token_targets`.
         weights: Weights (B, T).
 
     Returns:
         Sum of weight times cross entropy, and sum of the weights, in float32.
 
     Raises:
-        ValueError: If the shapes do not fit.
+        ValueError: If the shapes do not fit, or the targets are not integers.
 
     Example:
         >>> import jax.numpy as jnp
@@ -85,8 +85,12 @@ def token_loss(logits: Array, targets: Array, weights: Array) -> tuple[Array, Ar
             "`targets` and `weights` must have the (batch, length) of `logits`, got "
             f"{targets.shape}, {weights.shape} and {logits.shape}."
         )
+    if not jnp.issubdtype(targets.dtype, jnp.integer):
+        raise ValueError(f"`targets` must be integers, got {targets.dtype}.")
     logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
-    logits = jnp.where(weights[..., None] > 0, logits, 0)
-    token = lax.broadcasted_iota(targets.dtype, (1, 1, logits.shape[2]), 2)
-    chosen = jnp.where(token == targets[..., None], logits, 0).sum(axis=-1)  # no gather: logits may be sharded
+    logits = jnp.where(weights[..., None] != 0, logits, 0)
+    token = lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[2]), 2)
+    chosen = jnp.where(token == targets.astype(jnp.int32)[..., None], logits, 0).sum(
+        axis=-1
+    )  # no gather: logits may be sharded
     return (weights * (jax.nn.logsumexp(logits, axis=-1) - chosen)).sum(), weights.sum()

@@ -61,6 +61,8 @@ class LongNetDecoder(BlockStack):
     def __init__(self, config: LongNetConfig, *, ring: Ring | None = None, rngs: nnx.Rngs) -> None:
         if config.vocab_size is None:
             raise ValueError("`vocab_size` must be given for a decoder, got None.")
+        if config.input_features is not None:
+            raise ValueError(f"`input_features` must be None for a decoder, got {config.input_features}.")
         super().__init__(config, is_causal=True, ring=ring, rngs=rngs)
         self.embed = _embedding(self.config, config.vocab_size, rngs)
         self.head: nnx.Linear | None = nnx.data(None)
@@ -85,7 +87,7 @@ class LongNetDecoder(BlockStack):
             tokens: Integers (B, T), in the layout of the ring if there is one.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
             positions: Position of each token, integers (T,) or (B, T); by default that in the sequence.
-            dropout_rng: A key for the dropout of attention weights; without one nothing is dropped.
+            dropout_rng: A key for the dropout of attention weights; without one, or after `eval()`, nothing is dropped.
         """
         x = self.embed(tokens, out_sharding=self.sharding())
         x = self.features(x, dropout_rng, segment_ids=segment_ids, seq_len=seq_len, positions=positions)
@@ -235,8 +237,9 @@ class LongNetEncoder(BlockStack):
             size = 1 if self.ring is None else self.ring.size("axis_name")
             layout = "contiguous" if self.ring is None else layout_for(self.ring.layout, size)
             is_real &= stored_positions(layout, length, size)[None] < seq_len
-        weight = is_real.astype(x.dtype)[..., None]
-        return (x * weight).sum(axis=1) / jnp.maximum(weight.sum(axis=1), 1)
+        rows = jnp.where(is_real[..., None], x.astype(jnp.float32), 0)  # padding may hold NaN
+        count = jnp.maximum(is_real.sum(axis=1, dtype=jnp.float32), 1)
+        return (rows.sum(axis=1) / count[:, None]).astype(x.dtype)
 
 
 def _embedding(config: LongNetConfig, vocab_size: int, rngs: nnx.Rngs) -> nnx.Embed:

@@ -50,9 +50,10 @@ def from_torchscale(
     change places accordingly. What a state dict does not tell is taken to be torchscale's default: gelu, norms before
     the layers, embeddings that are not scaled, a `scale_base` of 512 for xPos.
 
-    The numbers are torchscale's wherever its segments are whole: those that are not, it pads with keys of zeros, which
-    it sees unless causal. An encoder without `embed_tokens` takes the stream itself, as torchscale's does in
-    `token_embeddings`.
+    The numbers are torchscale's wherever its segments are whole and the rates divide them. Segments that are not whole
+    it pads with keys of zeros, which it sees unless causal; where a rate does not divide a segment, it puts the rows of
+    all segments but the first in wrong places. An encoder without `embed_tokens` takes the stream itself, as
+    torchscale's does in `token_embeddings`.
 
     Args:
         state_dict: Names and arrays (whatever `numpy.asarray` takes): ``layers.0.self_attn.q_proj.weight`` and so on,
@@ -110,6 +111,10 @@ def from_torchscale(
         "tie_embeddings": is_tied,
         "norm_epsilon": 1e-5,
     }
+    if taken := sorted(set(changes) & (set(fields) - {"norm_epsilon"})):
+        raise ValueError(
+            f"fields that the state dict tells must not be changed, got {', '.join(f'`{x}`' for x in taken)}."
+        )
     config = LongNetConfig(**{**fields, **changes})
     pairs = weights[f"layers.0.{XPOS}"].size if has_xpos else 0
     if has_xpos and 2 * pairs * num_heads != features:
