@@ -80,6 +80,18 @@ REPORTED = {
             "layout": "contiguous",
         },
     ),
+    "h100, float32, forward": (
+        "cuda",
+        "forward",
+        1040,
+        {"seq_len": 524288, "pattern_text": THREE, "ring_size": 8, "dtype": "float32"},
+    ),
+    "h100, float32, gradient": (
+        "cuda",
+        "gradient",
+        2080,
+        {"seq_len": 524288, "pattern_text": THREE, "ring_size": 8, "dtype": "float32"},
+    ),
     "v5p, local branches, forward": (
         "tpu",
         "forward",
