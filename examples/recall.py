@@ -13,7 +13,7 @@ Both models have the same sizes, start from the same parameters and read the sam
 length of the long segment differs: 8,192 tokens hold both the letters and the question, 4,096 never do.
 
     python examples/recall.py                      # 4,096 tokens back
-    python examples/recall.py --quick              # 256 tokens back, in about a minute
+    python examples/recall.py --quick              # 256 tokens back, in about two minutes
 """
 
 from __future__ import annotations
