@@ -84,7 +84,7 @@ CASES = {
 }
 
 
-SLOW = ("full", "grouped", "blocks", "unaligned3", "detached8", "queries2")
+SLOW = ("full", "grouped", "blocks", "gather4", "unaligned3", "detached8", "queries2")
 
 
 def each(cases):
@@ -146,6 +146,7 @@ def test_own_shard_map():
     assert_stored_equals_oracle(case, ring, attention=shared)
 
 
+@pytest.mark.slow
 def test_bfloat16_drops_the_same_weights():
     """On a ring of 4 as on one device, to what rounding leaves."""
     case = BASE._replace(is_causal=True)
@@ -297,7 +298,7 @@ def logits_of(config, ring=None):
 def test_models_drop_in_each_layer_and_only_with_a_key():
     config = config_of(attention_dropout_rate=0.3)
     dropped = logits_of(config)(TOKENS, KEY)
-    model, shapes = functional(LongNetDecoder, config)
+    _, shapes = functional(LongNetDecoder, config)
     seen = []
 
     def noted(query, *_, dropout_rng, **__):
@@ -309,11 +310,13 @@ def test_models_drop_in_each_layer_and_only_with_a_key():
         plainly = dataclasses.replace(config, scan_layers=False, remat=False)
         unrolled, _ = functional(LongNetDecoder, plainly)
         with jax.disable_jit():
-            unrolled(drawn(shapes))(TOKENS[:1, :8], dropout_rng=KEY)
-    assert [jax.random.key_data(x).tolist() for x in seen] == jax.random.key_data(jax.random.split(KEY, 2)).tolist()
-    stopped = model(drawn(shapes))
-    stopped.eval()
-    assert (stopped(TOKENS[:1], dropout_rng=KEY) == stopped(TOKENS[:1])).all()
+            layers = unrolled(drawn(shapes))
+            layers(TOKENS[:1, :8], dropout_rng=KEY)
+            layers.eval()
+            layers(TOKENS[:1, :8], dropout_rng=KEY)
+    given, in_evaluation = seen[:2], seen[2:]
+    assert [jax.random.key_data(x).tolist() for x in given] == jax.random.key_data(jax.random.split(KEY, 2)).tolist()
+    assert in_evaluation == [None, None]
     assert error(logits_of(dataclasses.replace(config, scan_layers=False))(TOKENS, KEY), dropped) < 1e-5
     plain = logits_of(config_of())(TOKENS, None)
     assert (logits_of(config)(TOKENS, None) == plain).all()
