@@ -152,7 +152,11 @@ def main() -> None:
     parser.add_argument("--out", default="recall.png", help="where the plot goes")
     options = parser.parse_args()
     task = Task(distance=256, copies=4) if options.quick else Task()
-    batch, chunk, steps = (8, 20, options.steps or 160) if options.quick else (2, 20, options.steps or 400)
+    batch, chunk, steps = (8, 20, 160) if options.quick else (2, 20, 400)
+    if options.steps is not None:
+        steps = options.steps
+    if steps < chunk or steps % chunk:
+        parser.error(f"--steps must be a positive multiple of {chunk}, got {steps}")
     if steps < chunk or steps % chunk:
         parser.error(f"--steps must be a multiple of {chunk}, got {steps}")
 

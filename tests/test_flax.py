@@ -181,6 +181,16 @@ def test_heads_over_a_mesh_axis(framework, kind):
     assert_close(jax.tree.map(np.asarray, (out, gradient, dx)), expected())
 
 
+def test_norms_take_their_epsilon_in_both():
+    options = {"pattern": ONE_BRANCH, "norm_epsilon": 0.5}
+    by_nnx, by_linen = (
+        jax.jit(ours(framework, **options), compiler_options=QUICK)(own_parameters(), X)
+        for framework in ("nnx", "linen")
+    )
+    usual = jax.jit(ours("nnx", pattern=ONE_BRANCH), compiler_options=QUICK)(own_parameters(), X)
+    assert error(by_nnx, by_linen) < LIMIT and error(by_nnx, usual) > 0.01
+
+
 @pytest.mark.slow
 def test_xpos_is_the_same_on_a_ring():
     layer = ours("linen", positions="xpos")

@@ -178,6 +178,7 @@ BAD_INSIDE = {
         "`axis_name` must name axes of the `shard_map` around the call, got ('ring', 'x').",
     ),
     "head axis": ({"head_axis": "x"}, "`head_axis` must name axes of the `shard_map` around the call, got ('x',)."),
+    "batch axis": ({"batch_axis": "x"}, "`batch_axis` must name axes of the `shard_map` around the call, got ('x',)."),
     "layout": ({"layout": "striped"}, LAYOUT),
     "strategy": ({"strategy": "all"}, STRATEGY),
     "budget": ({"memory_budget": "1GB"}, "`memory_budget` must be an integer, got '1GB'."),
