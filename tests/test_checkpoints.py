@@ -182,7 +182,7 @@ def test_a_disk_that_takes_no_more_is_one_line_and_keeps_the_others(three, lines
         f"the checkpoint of step 4 could not be written to {three}: file too large; steps with a checkpoint: 2, 3"
     )
     assert str(caught.value) == expected
-    assert sorted(x.name for x in three.iterdir()) == ["2", "3"]
+    assert checkpoints.steps() == [2, 3]  # a writer that is still at work may leave something beside them
     assert restored(three, lines).step == 3
 
 

@@ -13,6 +13,7 @@ import logging
 import pathlib
 import shutil
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from lm.flags import RunError, UserError
 Tree = Any
 Facts = dict[str, Any]
 _MIDWAY = ".orbax-checkpoint-tmp"  # in the names of checkpoints that are being written
+_ATTEMPTS, _PAUSE = 3, 0.1  # to remove one: writers that orbax gave up may still add to it, the next start removes it
 
 
 class CheckpointError(RunError):
@@ -157,8 +159,10 @@ class Checkpoints:
             yield
         except Exception as error:
             self._writing = None
-            for left in self.folder.glob(f"{step}{_MIDWAY}*"):
-                shutil.rmtree(left, ignore_errors=True)
+            for _ in range(_ATTEMPTS):
+                for left in self.folder.glob(f"{step}{_MIDWAY}*"):
+                    shutil.rmtree(left, ignore_errors=True)
+                time.sleep(_PAUSE)
             kept = ", ".join(map(str, self.steps())) or "none"
             raise CheckpointError(
                 f"the checkpoint of step {step} could not be written to {self.folder}: {_reason(error)}; "
