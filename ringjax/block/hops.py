@@ -15,7 +15,7 @@ from jax import Array, lax
 from ringjax import softmax
 from ringjax.block.rows import attend, gradients
 from ringjax.block.walk import Places, Sight, State, Walk
-from ringjax.block.xla import over_rows, stamps_of, tasks_together
+from ringjax.block.xla import over_rows, tasks_together
 from ringjax.dropout import Stamps
 from ringjax.softmax import Partial
 
@@ -93,7 +93,7 @@ def forward(found: Found, meeting: Meeting, heads: int) -> Found:
         merged = found.partial
         q = walk.padded(at.query_rows(queries.q).astype(acc), walk.group) * scale
         k, v = (walk.padded(at.key_rows(x).astype(acc), 1) for x in keys.kv)
-        marks = *at.ids(queries.ids, keys.ids, walk), *at.stamps(meeting.stamps, walk)
+        marks = *at.ids(queries.ids, keys.ids, walk), at.stamps(meeting.stamps, walk)
         part = over_rows(_seeing(attend, at, walk), *marks, q, k, v)
         rows = walk.rows * walk.group
         old = Partial(*(at.query_rows(x) for x in merged))
@@ -117,7 +117,7 @@ def backward(sums: tuple[Array, Array], meeting: Meeting, heads: int) -> tuple[A
         dout = walk.padded(at.query_rows(dout_rows).astype(acc), walk.group) / divisor
         lse, delta = (walk.padded(at.query_rows(x)[..., None], walk.group)[..., 0] for x in (lse_rows, delta_rows))
         k, v = (walk.padded(at.key_rows(x).astype(acc), 1) for x in keys.kv)
-        marks = *at.ids(queries.ids, keys.ids, walk), *at.stamps(meeting.stamps, walk)
+        marks = *at.ids(queries.ids, keys.ids, walk), at.stamps(meeting.stamps, walk)
         dq_rows, dk, dv = over_rows(_seeing(gradients, at, walk), *marks, q, k, v, dout, lse, delta)
         dq = at.with_query_rows(dq, at.query_rows(dq) + dq_rows[:, : walk.rows * walk.group] * scale)
         return dq, at.add_key_rows(dkv, jnp.stack([dk, dv])[:, :, : walk.rows])
@@ -154,11 +154,11 @@ class _At(NamedTuple):
         mine, theirs = self.query_rows(query_ids), self.key_rows(key_ids)
         return tuple(walk.padded(x[..., None], 1)[..., 0] for x in (mine, theirs))  # type: ignore[return-value]
 
-    def stamps(self, stamps: Stamps | None, walk: Walk) -> tuple[Array | None, Array | None]:
+    def stamps(self, stamps: Stamps | None, walk: Walk) -> Stamps | None:
         if stamps is None:
-            return None, None
+            return None
         mine = walk.padded(self.query_rows(stamps.query)[..., None], walk.group)
-        return mine[..., 0], walk.padded(self.key_rows(stamps.key)[..., None], 1)[..., 0]
+        return Stamps(mine[..., 0], walk.padded(self.key_rows(stamps.key)[..., None], 1)[..., 0])
 
     def _corner(self, chunk: Array, ndim: int) -> tuple[Array, ...]:
         zero = jnp.zeros_like(self.task)
@@ -166,15 +166,8 @@ class _At(NamedTuple):
 
 
 def _seeing(block: Callable[..., tuple[Array, ...]], at: _At, walk: Walk) -> Callable[..., tuple[Array, ...]]:
-    def see(
-        query_ids: Array | None,
-        key_ids: Array | None,
-        query_stamps: Array | None,
-        key_stamps: Array | None,
-        *rows: Array,
-    ) -> tuple[Array, ...]:
+    def see(query_ids: Array | None, key_ids: Array | None, stamps: Stamps | None, *rows: Array) -> tuple[Array, ...]:
         count = jnp.zeros_like(at.task) + walk.rows
-        stamps = stamps_of(query_stamps, key_stamps)
         return block(*rows, sight=Sight(count, query_ids, key_ids, at.places, stamps), walk=walk)
 
     return see

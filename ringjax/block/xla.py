@@ -95,7 +95,7 @@ def forward(
         merged, rows = carry
         q, k, v, ids = _gather(inputs, merged.lse.dtype, at, walk, options.scale)
         stamps = _read_stamps(inputs, at, walk)
-        part = over_rows(functools.partial(_seeing, attend, at.selected, walk), ids, *stamps, q, k, v)
+        part = over_rows(functools.partial(_seeing, attend, at.selected, walk), ids, stamps, q, k, v)
         out, lse = (_cropped(x, walk, group) for x in _present(part, at, table, (0, -jnp.inf)))
         rows = None if rows is None else at.own.write(rows, out)
         if not is_first:
@@ -144,7 +144,7 @@ def backward(
         lse_rows = softmax.for_backward(_padded(at.box.read(lse), walk, group)[..., 0])
         joint = dout_rows / options.divisor, lse_rows, delta
         stamps = _read_stamps(inputs, at, walk)
-        found = over_rows(functools.partial(_seeing, gradients, at.selected, walk), ids, *stamps, q, k, v, *joint)
+        found = over_rows(functools.partial(_seeing, gradients, at.selected, walk), ids, stamps, q, k, v, *joint)
         dq, dk, dv = _present(found, at, table, (0, 0, 0))
         new = Grads(_cropped(dq * options.scale, walk, group), _cropped(dk, walk, 1), _cropped(dv, walk, 1))
         sums = new if is_first else Grads(*(at.box.read(old) + x for old, x in zip(grads, new, strict=True)))
@@ -191,12 +191,11 @@ def tasks_together(tasks: int, walk: Walk) -> int:
     return max(n for n in range(1, most + 1) if tasks % n == 0)
 
 
-def over_rows(one: Callable[..., tuple[Array, ...]], *args: Array | None) -> tuple[Array, ...]:
+def over_rows(one: Callable[..., tuple[Array, ...]], *args: Array | Stamps | None) -> tuple[Array, ...]:
     """Maps `one` over the leading axis; a single entry goes without a batch axis, which would keep it on one core."""
-    num = next(x.shape[0] for x in args if x is not None)
-    if num > 1:
+    if jax.tree.leaves(args)[0].shape[0] > 1:
         return jax.vmap(one)(*args)
-    return tuple(x[None] for x in one(*(None if x is None else x[0] for x in args)))
+    return tuple(x[None] for x in one(*jax.tree.map(lambda x: x[0], args)))
 
 
 def _seeing(
@@ -204,17 +203,11 @@ def _seeing(
     count: Array,
     walk: Walk,
     ids: Array | None,
-    query_stamps: Array | None,
-    key_stamps: Array | None,
+    stamps: Stamps | None,
     *rows: Array,
 ) -> tuple[Array, ...]:
     """`block` on rows that meet each other."""
-    return block(*rows, sight=Sight(count, ids, ids, stamps=stamps_of(query_stamps, key_stamps)), walk=walk)
-
-
-def stamps_of(query: Array | None, key: Array | None) -> Stamps | None:
-    """The two together, where they are there."""
-    return None if query is None or key is None else Stamps(query, key)
+    return block(*rows, sight=Sight(count, ids, ids, stamps=stamps), walk=walk)
 
 
 def tiles(table: PartTable, options: BlockOptions) -> int:
@@ -247,12 +240,12 @@ def _read_ids(inputs: Inputs, at: _Task) -> Array | None:
     return None if inputs.ids is None else at.ids.read(inputs.ids)
 
 
-def _read_stamps(inputs: Inputs, at: _Task, walk: Walk) -> tuple[Array | None, Array | None]:
-    """A task's stamps, of queries (num, M) and of keys (num, S), or None and None."""
+def _read_stamps(inputs: Inputs, at: _Task, walk: Walk) -> Stamps | None:
+    """A task's stamps, of queries (num, M) and of keys (num, S), or None."""
     if inputs.stamps is None:
-        return None, None
+        return None
     mine, theirs = at.box.read(inputs.stamps.query), at.ids.read(inputs.stamps.key)
-    return _padded(mine, walk, walk.group)[..., 0], _padded(theirs, walk, 1)[..., 0]
+    return Stamps(_padded(mine, walk, walk.group)[..., 0], _padded(theirs, walk, 1)[..., 0])
 
 
 def _rows(box: Box, x: Array, acc: jnp.dtype, ids: Array | None) -> Array:
