@@ -6,7 +6,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo ring recall train test test-slow lint types doctest bench bench-ring bench-decode million aot-tpu aot-cuda docs clean
+.PHONY: demo ring recall train test test-slow lint types doctest bench bench-ring bench-decode million aot-tpu aot-cuda docs package clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
@@ -63,6 +63,15 @@ aot-cuda: .venv-aot-cuda-$(VERSION)/ready
 # the site of docs/, in build/site; a warning is an error
 docs: $(VENV)/docs-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
+# sdist and wheel, in dist; the wheel, made from the sdist, is tried in a folder and an environment with nothing else
+package: $(VENV)/ready
+	rm -rf dist
+	$(BIN)/python -m build --outdir dist
+	$(PYTHON) -m venv --clear .venv-package-$(VERSION)
+	.venv-package-$(VERSION)/bin/python -m pip install --quiet dist/*.whl
+	folder=$$(mktemp -d) && cp tests/smoke.py $$folder && cd $$folder && \
+		$(CURDIR)/.venv-package-$(VERSION)/bin/python -I smoke.py && rm -r $$folder
 
 $(VENV)/docs-ready: $(VENV)/ready
 	$(BIN)/python -m pip install --quiet -e '.[docs]'
