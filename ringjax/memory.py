@@ -98,24 +98,38 @@ def _copies(branch: BranchPlan) -> int:
 
 
 def _on_tpu(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> Memory:
-    """Rows are copied together for the kernels, and whole arrays are laid out anew for each way to select rows.
+    """The largest of the moments in which much is held at once, read off the buffers of compiled programs.
 
-    Fitted to programs whose arrays are much larger than the vector memory; smaller arrays may stay in there.
+    Rows are copied together for the kernels, and what rows are taken from or put into is laid out anew for each rate. A
+    branch on the device itself is largest when its rows are put into the sums: both are there, with the rows of later
+    branches and, in a gradient, what branches on a ring take rows from. A branch on a ring works on a few heads
+    at a time. Temporaries may stand where results will; packing them loses about as much, and neither is counted.
+    For arrays much larger than the vector memory; smaller ones may stay in there.
     """
     kv_heads = request.kv_heads // request.head_shards
-    whole = request.shard_length * kv_heads
-    needed = [b for b in branches if b.rows]
-    sums = a.q_sums + 2 * a.k_sums
-    rows = 2 * a.q + 2 * a.k + sums  # all that the backward kernels read and write
-    views = a.q + 2 * a.k
-    most = max((b.rows / whole / b.pieces * rows + (views if b.shard else 0) for b in needed), default=0.0)
-    is_mixed = len({b.where == "local" for b in needed}) > 1
-    merged = 5 * a.q_sums / kv_heads  # one key/value head: what was found before and now, and the two merged
-    forward = a.q_sums + views + merged + is_mixed * a.q_sums / 2
-    gradient = sums + most + min(max(len(needed) - 1, 0), 2) * sums / 2
-    gathered = [b.group * (x.keys + x.key_sums) for b, x in _travelling(request, branches) if b.where == "gather"]
-    extra = max(gathered, default=0)
-    return Memory(int(forward) + extra, int(max(gradient, forward)) + extra)
+    rows, sums = a.q + 2 * a.k, a.q_sums + 2 * a.k_sums
+    numbers = a.k_sums if request.group > 1 else a.q_sums / kv_heads  # one a row, padded to the width of a head
+    shares = [b.rows / (request.shard_length * kv_heads) for b in branches if b.rows and not b.shard]
+    travelling = _travelling(request, branches)
+    laid_out = a.q + rows if travelling else 0  # queries, keys, values and output or its cotangent, as rings take them
+    forward, gradient = [float(a.q_sums + a.q)], [float(sums)]
+    for i, share in enumerate(shares):
+        one_head = share * a.q_sums / kv_heads
+        merging = 3 * one_head + share * numbers if request.group > 1 else 0.0
+        forward += [share * (rows + a.q_sums) + (i > 0) * a.q_sums, (1 + share) * a.q_sums + merging]
+        adding = (1 + share + share / kv_heads) * sums + numbers
+        gradient.append(adding + sum(shares[i + 1 :]) * rows + laid_out)
+    if len({b.rate for b in branches if b.rows}) > 1:  # sums are laid out anew
+        forward.append(2 * a.q_sums)
+    for branch, size in travelling:
+        copies = _copies(branch)
+        copied = a.k if shares else 0  # bits of one array, before they are laid out anew
+        forward.append(a.q_sums + rows + copied + copies * size.keys + size.queries + size.query_sums)
+        keys_move = branch.where == "gather" or branch.moves == "keys"
+        moving = (size.keys, size.key_sums) if keys_move else (2 * size.queries, size.query_sums)
+        around = (copies + 1) * sum(moving) + size.keys + size.queries
+        gradient.append(sums + laid_out / 2 + around)  # the other half stands where results will
+    return Memory(int(max(forward)), int(max(*gradient, *forward)))
 
 
 def _travelling(request: Request, branches: tuple[BranchPlan, ...]) -> list[tuple[BranchPlan, costs.RowBytes]]:

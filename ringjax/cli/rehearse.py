@@ -7,8 +7,11 @@ import dataclasses
 import importlib.util
 import json
 import os
+import pathlib
+import re
 import subprocess
 import sys
+import tempfile
 from typing import Any
 
 import jax
@@ -20,7 +23,7 @@ from ringjax.plan import Plan
 from ringjax.rehearse.collectives import executed
 from ringjax.rehearse.compile import ENVIRONMENT, rehearse
 from ringjax.rehearse.schedule import schedule
-from ringjax.rehearse.targets import CpuTarget, CudaTarget, Target, target_named
+from ringjax.rehearse.targets import CpuTarget, CudaTarget, Target, TpuTarget, target_named
 from ringjax.report import bytes_text
 
 EXAMPLES = """examples:
@@ -49,7 +52,7 @@ class Rehearsed:
         seconds: That compiling took.
         argument_bytes: Of a device.
         output_bytes: Of a device.
-        temporary_bytes: Of a device.
+        temporary_bytes: Of a device; on TPU as the compiler allocates them.
         permutes: How often a device sends something, loops counted.
         sent_bytes: Bytes that it sends so.
         other_collectives: How often it executes other collectives.
@@ -142,10 +145,12 @@ def rehearsed(job: Job, target: Target, part: str) -> Rehearsed:
     `ringjax.rehearse.compile.ENVIRONMENT` must be set before JAX starts.
     """
     planned = expected(job, target, part)
-    try:
-        made = rehearse(target, job.workload, part == "gradient")
-    except Exception as error:
-        return dataclasses.replace(planned, error=_first_words(str(error)))
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            made = rehearse(target, job.workload, part == "gradient", folder if isinstance(target, TpuTarget) else None)
+        except Exception as error:
+            return dataclasses.replace(planned, error=_first_words(str(error)))
+        allocated = allocated_temporaries(pathlib.Path(folder))
     memory, text = made.compiled.memory_analysis(), made.compiled.as_text()
     assert memory is not None and text is not None
     counts, read = executed(text), schedule(text)
@@ -155,7 +160,7 @@ def rehearsed(job: Job, target: Target, part: str) -> Rehearsed:
         seconds=made.seconds,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes if allocated is None else allocated,
         permutes=sum(permutes.values()),
         sent_bytes=sum(sent.bytes * n for sent, n in permutes.items()),
         other_collectives=sum(counts.values()) - sum(permutes.values()),
@@ -164,6 +169,20 @@ def rehearsed(job: Job, target: Target, part: str) -> Rehearsed:
         messages_overlapped=sum(x.is_async and x.between != "nothing" for x in read.permutes),
         kernels=tuple(sorted({kernel.name for kernel in read.kernels})),
     )
+
+
+def allocated_temporaries(dumped: pathlib.Path) -> int | None:
+    """Bytes that the compiler for TPUs sets aside for temporaries, from the folder in which it shows what it does.
+
+    `memory_analysis` adds to them what packing loses, which they have already: it reports more than the compiler
+    asks for when a program does not fit.
+
+    Returns:
+        The bytes, or None if the folder does not tell.
+    """
+    found = [path.read_text() for path in dumped.glob("*after_optimizations-buffer-assignment.txt")]
+    sizes = [re.findall(r"^allocation \d+: size (\d+), preallocated-temp", text, re.MULTILINE) for text in found]
+    return max((sum(map(int, each)) for each in sizes), default=None)
 
 
 def rehearsed_apart(job: Job, target_name: str, part: str) -> Rehearsed:
