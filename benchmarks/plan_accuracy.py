@@ -119,8 +119,17 @@ def share(row: dict) -> float:
 
 
 def messages(row: dict) -> str:
-    planned, found = ((row[f"{x}permutes"], row[f"{x}sent_bytes"]) for x in ("planned_", ""))
-    return "exact" if planned == found and not row["other_collectives"] else f"{planned} planned, {found} found"
+    planned = row["planned_permutes"], row["planned_sent_bytes"], planned_others(row)
+    found = row["permutes"], row["sent_bytes"], row["other_collectives"]
+    return "exact" if planned == found else f"{planned} planned, {found} found"
+
+
+def planned_others(row: dict) -> int:
+    """Collectives of the plan that are not permutes."""
+    plan = on_target(Job(**row["job"]), target_named(row["asked"])).plan()
+    passes = ("forward",) if row["part"] == "forward" else ("forward", "backward")
+    every = [m for branch in plan.branches for name in passes for m in getattr(branch, name)]
+    return sum(m.number for m in every if m.op != "collective-permute")
 
 
 def failures(rows: list[dict]) -> list[str]:

@@ -5,6 +5,7 @@ from cases import ring_mesh
 
 import ringjax as rj
 from ringjax.cli.arguments import Job
+from ringjax.cli.rehearse import allocated_temporaries
 from ringjax.rehearse.compile import lowered
 
 THREE = "2K/1,16K/4,T/16"
@@ -231,3 +232,16 @@ def test_an_unknown_platform_is_an_error():
     plan = rj.plan(rj.DilationPattern((64,), (1,)), seq_len=64, num_heads=1, head_dim=8, ring_size=1)
     with pytest.raises(ValueError, match="`platform` must be one of"):
         plan.memory("abacus")
+
+
+def test_temporaries_on_tpu_are_what_is_allocated_in_the_memory_of_the_device(tmp_path):
+    assert allocated_temporaries(tmp_path) is None
+    text = """BufferAssignment:
+allocation 0: size 4096, thread-local:
+allocation 1: size 2048, parameter 0, shape |bf16[8,128]| at ShapeIndex {}:
+allocation 85: size 12348, preallocated-temp:
+ value: <149 lt.505 @0> (size=512,offset=3263): pred[]{:T(512)}
+allocation 88: size 33554432, color 1, preallocated-temp:
+"""
+    (tmp_path / "module_0000.jit_attention.after_optimizations-buffer-assignment.txt").write_text(text)
+    assert allocated_temporaries(tmp_path) == 12348
