@@ -27,7 +27,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from lm import data, devices, rehearsal
 from lm.checkpoints import Checkpoints
-from lm.display import Display, loss_curve, memory_line
+from lm.display import Display, keep_stdout_for_records, loss_curve, memory_line
 from lm.flags import RunError, UserError, as_user_error, flag, parse
 from lm.folder import PROFILED_STEPS, Profile, prepare_folder
 from lm.signals import StopRequest
@@ -373,7 +373,10 @@ def run(config: Config) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     try:
-        return run(parse(Config, __doc__.splitlines()[0], argv))
+        config = parse(Config, __doc__.splitlines()[0], argv)
+        if config.json and argv is None:  # a process of its own
+            keep_stdout_for_records()
+        return run(config)
     except (UserError, RunError) as error:
         print(f"train_lm: {error}", file=sys.stderr)
         return 2 if isinstance(error, UserError) else 1

@@ -60,7 +60,9 @@ def make_mesh(devices: Sequence[jax.Device], data: int, ring: int, tensor: int) 
     needed = math.prod(shape)
     asked = " x ".join(f"{name} {size}" for name, size in zip(AXES, shape, strict=True))
     if needed > len(devices):
-        raise UserError(f"a mesh of {asked} takes {needed} devices, and there are {len(devices)}")
+        can_simulate = devices[0].platform == "cpu" and jax.process_count() == 1
+        simulated = f" (--devices {needed} simulates them)" if can_simulate else ""
+        raise UserError(f"a mesh of {asked} takes {needed} devices, and there are {len(devices)}{simulated}")
     if needed < len(devices) and jax.process_count() > 1:
         raise UserError(f"a mesh of {asked} takes {needed} devices; with several processes it takes all {len(devices)}")
     chosen = list(devices)[:needed]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -98,6 +99,12 @@ class Clock:
     def speed(self, step: int) -> Record:
         seconds = (time.perf_counter() - self._since) / max(1, step - self._step)
         return {"seconds_per_step": seconds, "tokens_per_second": self._tokens / seconds}
+
+
+def keep_stdout_for_records() -> None:
+    """Sends to stderr what libraries write to stdout by themselves (the CPU's collectives greet their peers there)."""
+    sys.stdout = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
 
 
 def memory_line(compiled: jax.stages.Compiled) -> str:

@@ -26,7 +26,10 @@ def target_devices(name: str) -> tuple[Target, list[jax.Device]]:
         return target, list(ring_mesh(target).devices.flat)
     except RuntimeError as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"--rehearse {name}: the compiler for {target.platform} is not installed: {reason}") from error
+        remedy = f"`make aot-{target.platform} AOT=--help` puts it into .venv-aot-{target.platform}-*"
+        raise UserError(
+            f"--rehearse {name}: the compiler for {target.platform} is not installed ({remedy}): {reason}"
+        ) from error
 
 
 def report(target: Target, compiled: jax.stages.Compiled, say: Callable[[str], None]) -> bool:
