@@ -6,7 +6,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo ring recall train test test-slow lint types doctest bench bench-ring bench-decode million aot-tpu aot-cuda docs package clean
+.PHONY: demo ring recall train test test-slow lint types doctest bench bench-full million aot-tpu aot-cuda docs package clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
@@ -38,20 +38,18 @@ types: $(VENV)/ready
 doctest: $(VENV)/ready
 	$(BIN)/python -m pytest -q --doctest-modules ringjax
 
-# beside PyTorch, which lives in an environment of its own
-bench: $(VENV)/ready .venv-torch/ready
-	$(BIN)/python benchmarks/compare.py --torch-python .venv-torch/bin/python
+# all benchmarks into one report, build/bench/report.md: quick, or all of it; BENCH="--parts ring,decode" runs some.
+# Peers: PyTorch lives in an environment of its own, ringattention in a folder of its own
+BENCH_COMMAND = $(BIN)/python benchmarks/run.py --torch-python .venv-torch/bin/python --peer .peer
+bench: $(VENV)/ready .venv-torch/ready .peer/ready
+	$(BENCH_COMMAND) $(BENCH)
 
-# rings of CPU devices, and beside ringattention, which lives in a folder of its own
-bench-ring: $(VENV)/ready .peer/ready
-	$(BIN)/python benchmarks/ring.py --peer .peer
+bench-full: $(VENV)/ready .venv-torch/ready .peer/ready
+	$(BENCH_COMMAND) --full $(BENCH)
 
-# the decoding cache beside a dense one, at 32,768 and at 1,048,576 tokens of context
-bench-decode: $(VENV)/ready
-	$(BIN)/python benchmarks/decode.py
-
+# one million tokens, forward and backward
 million: $(VENV)/ready
-	$(BIN)/python benchmarks/million.py
+	$(BIN)/python benchmarks/million.py --full
 
 # rings compiled by the compilers of accelerators, without the accelerators; each compiler lives in an environment of its own
 aot-tpu: .venv-aot-tpu-$(VERSION)/ready
@@ -86,6 +84,7 @@ $(VENV)/ready: pyproject.toml
 .venv-torch/ready:
 	$(PYTHON) -m venv .venv-torch
 	.venv-torch/bin/python -m pip install --quiet torch==2.13.0 numpy
+	.venv-torch/bin/python -m pip install --quiet --no-deps dilated-attention-pytorch==0.2.0 einops
 	touch $@
 
 .peer/ready: $(VENV)/ready

@@ -1,229 +1,216 @@
-"""Dilated attention of ringjax beside a PyTorch LongNet and dense JAX attention, on this machine's CPU.
+"""Beside what a user would pick instead, on this machine: PyTorch and JAX, dilated and dense.
 
-`make bench` runs it. By hand, with an environment of its own for PyTorch (it is no dependency of ringjax):
+    python benchmarks/compare.py --torch-python .venv-torch/bin/python        # `make bench PARTS=compare`
 
-    python -m venv .venv-torch && .venv-torch/bin/pip install torch==2.13.0 numpy
-    python benchmarks/compare.py --torch-python .venv-torch/bin/python
-
-All outputs and gradients are compared first. Repeats are interleaved (ours, PyTorch, dense, matrix multiply, ours, …)
-and medians are shown; a ratio above 1 means that ringjax is faster. GFLOP/s count useful work only: pairs of a query
-and a key that it sees, 4 H flops forward and 14 H forward and backward.
+Outputs and gradients are compared first wherever the definition is the same. A ratio above 1 means that ringjax is
+faster, or holds less. GFLOP/s count useful work only.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
-import os
-import statistics
-import subprocess
-import tempfile
-import time
-from pathlib import Path
-from typing import NamedTuple
-
-import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from timing import geometric_mean, largest_error, timed, with_gradient
+from harness import Bench, Contender, Plot, Result, Table, cell, geometric_mean, passes
+from workloads import GROUPED_LONG, GROUPED_SHORT, IMPLEMENTATIONS, LONG, LONGEST, SHORT, Case, both_masks, dense
 
-import ringjax as rj
-
-
-class Case(NamedTuple):
-    length: int
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-    causal: bool
-    grad: bool
-
-    @property
-    def pattern(self) -> rj.DilationPattern:
-        return rj.DilationPattern(self.segment_lengths, self.dilation_rates)
-
-    def flops(self, heads: int, dim: int) -> float:
-        pairs = 0
-        for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True):
-            rows = w // r
-            pairs += self.length // w * (rows * (rows + 1) // 2 if self.causal else rows * rows)
-        return (14 if self.grad else 4) * heads * dim * pairs
-
-    def __str__(self) -> str:
-        return f"{self.length:>6} {'causal' if self.causal else 'full':>6} {'fwd+bwd' if self.grad else 'fwd':>7}"
+ONE, RING = Contender("one device"), Contender("ring", devices=2)
+LONGNET = Contender("longnet", "torch", is_peer=True)
+TORCH_DENSE = Contender("dense", "torch", is_peer=True)
+JAX_DENSE = Contender("dense", is_peer=True)
 
 
-CASES = [
-    Case(length, lengths, rates, causal, grad)
-    for length, lengths, rates in ((8192, (2048, 4096, 8192), (1, 2, 4)), (32768, (2048, 8192, 32768), (1, 4, 8)))
-    for causal in (False, True)
-    for grad in (False, True)
-]
-HEADS, DIM = 8, 64
-TIMES = (("ringjax_s", 9), ("ring2_s", 8), ("torch_s", 8), ("dense_s", 8))
-CORES = len(os.sched_getaffinity(0))
-DENSE_LIMIT = 8192  # the scores of dense attention at 32,768 tokens take 34 GB
+def not_same(contender: Contender) -> Contender:
+    return Contender(contender.kind, contender.library, is_peer=True, is_same=False)
 
 
-class TorchPeer:
-    """The PyTorch worker in its own environment."""
+def without_normalisation(found: list[np.ndarray], expected: list[np.ndarray]) -> list[np.ndarray]:
+    """dilated-attention-pytorch divides each head by its sum over the sequence, and by the number of branches.
 
-    def __init__(self, python: str, threads: int):
-        script = Path(__file__).with_name("torch_peer.py")
-        self.process = subprocess.Popen(
-            [python, str(script), str(threads)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def ask(self, **request: object) -> dict[str, object]:
-        assert self.process.stdin and self.process.stdout
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        answer = self.process.stdout.readline()
-        if not answer:
-            raise RuntimeError(f"the PyTorch worker ended with {self.process.wait()}")
-        return json.loads(answer)
-
-    def close(self) -> None:
-        assert self.process.stdin
-        self.process.stdin.close()
-        self.process.wait(timeout=30)
+    Its gradient is that of the divided output, so only outputs are compared.
+    """
+    return [found[0] * expected[0].sum(1, keepdims=True) * 2]
 
 
-def check_equal(ours, theirs, name: str) -> float:
-    """The largest error of any output or gradient; 2e-5 is what float32 sums in another order may differ by."""
-    error = largest_error(ours, theirs)
-    if not error < 2e-5:
-        raise SystemExit(f"{name} differs by {error:.1e}: not the same computation")
-    return error
+GROUPED_PEER = Contender("grouped", "torch", is_peer=True, undo=without_normalisation)
 
 
-class RingOfTwo:
-    """The same attention on two CPU devices, the sequence laid out for them beforehand as a training job would."""
-
-    def __init__(self, case: Case, args):
-        mesh = Mesh(np.array(jax.devices()[:2]), ("ring",))
-        self.layout = "zigzag" if case.causal else "contiguous"
-        ring = rj.Ring(mesh, layout=self.layout)
-        sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
-        self.args = [jax.device_put(rj.to_layout(x, self.layout, 2), sharding) for x in args]
-        attention = lambda q, k, v: rj.dilated_attention(q, k, v, case.pattern, is_causal=case.causal, ring=ring)  # noqa: E731
-        self.program = with_gradient(attention, case.grad)
-
-    def outputs(self):
-        return [rj.from_layout(np.asarray(x), self.layout, 2) for x in self.program(*self.args)]
-
-    def __call__(self, *_) -> object:
-        return self.program(*self.args)
+def ratio(results: dict[str, Result], name: str, ours: str = "ringjax") -> float | str | None:
+    """Time of a contender over ours."""
+    if name not in results:
+        return None
+    return cell(results[name], results[name].median / results[ours].median)
 
 
-def run(case: Case, peer: TorchPeer | None, repeats: int, folder: Path, with_dense: bool) -> dict[str, object]:
-    rng = np.random.default_rng(0)
-    host = {n: rng.standard_normal((1, case.length, HEADS, DIM), np.float32) for n in "qkvg"}
-    args = [jnp.asarray(host[n]) for n in "qkvg"]
-    contenders = {
-        "ringjax": with_gradient(
-            lambda q, k, v: rj.dilated_attention(q, k, v, case.pattern, is_causal=case.causal), case.grad
-        ),
-        "ring2": RingOfTwo(case, args),
-    }
-    if with_dense and case.length <= DENSE_LIMIT:
-        dense = lambda q, k, v: jax.nn.dot_product_attention(q, k, v, is_causal=case.causal)  # noqa: E731
-        contenders["dense"] = with_gradient(dense, case.grad)
-    size = 2048
-    matrix = jnp.asarray(rng.standard_normal((size, size), np.float32))
-    matmul = jax.jit(lambda a: a @ a)
-    branches = list(zip(case.segment_lengths, case.dilation_rates, strict=True))
-    request = {"branches": branches, "causal": case.causal, "grad": case.grad}
-
-    ours = contenders["ringjax"](*args)
-    error = None
-    if peer:
-        np.savez(folder / "in.npz", **host)
-        peer.ask(load=str(folder / "in.npz"))
-        peer.ask(**request, save=str(folder / "out.npz"))
-        names = ["out", "dq", "dk", "dv"][: len(ours)]
-        with np.load(folder / "out.npz") as theirs:
-            error = check_equal(ours, [theirs[n] for n in names], "PyTorch")
-    check_equal(contenders["ring2"].outputs(), ours, "ring of 2")
-    for f in contenders.values():
-        timed(f, *args)
-    timed(matmul, matrix)
-    times: dict[str, list[float]] = {name: [] for name in (*contenders, "torch", "matmul")}
-    for number in range(repeats):
-        for name, f in contenders.items():
-            if name != "dense" or number < 3:  # ten times slower: three repeats tell enough
-                times[name].append(timed(f, *args))
-        if peer:
-            time.sleep(0.1)  # let the idle threads of one library go to sleep before the other is timed
-            times["torch"].append(float(str(peer.ask(**request)["seconds"])))
-            time.sleep(0.1)
-        times["matmul"].append(min(timed(matmul, matrix) for _ in range(3)))
-    medians = {name: statistics.median(t) for name, t in times.items() if t}
-    rate = case.flops(HEADS, DIM) / medians["ringjax"] / 1e9
-    peak = 2 * size**3 / medians["matmul"] / 1e9
-    return {
-        "case": str(case),
-        **{f"{name}_s": round(t, 4) for name, t in medians.items()},
-        **{
-            f"vs_{name}": round(medians[name] / medians["ringjax"], 3) for name in ("torch", "dense") if name in medians
-        },
-        **({"ring2_vs_torch": round(medians["torch"] / medians["ring2"], 3)} if peer else {}),
-        "gflops": round(rate, 1),
-        "matmul_gflops": round(peak, 1),
-        "share_of_matmul": round(rate / peak, 3),
-        "max_error_vs_torch": error,
-    }
+def memory_ratio(results: dict[str, Result], name: str) -> float | str | None:
+    ours, theirs = results["ringjax"].bytes, results[name].bytes if name in results else None
+    return theirs / ours if ours and theirs else None
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--torch-python", help="interpreter of an environment with torch; without it, no PyTorch column"
-    )
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--no-dense", action="store_true", help="leave out dense attention, most of the time")
-    parser.add_argument("--only", default="", help='run the cases whose name holds this, say "32768 causal"')
-    parser.add_argument("--json", type=Path, help="also write the results here")
-    options = parser.parse_args()
-    jax.config.update("jax_num_cpu_devices", 2)
-    peer = TorchPeer(options.torch_python, CORES) if options.torch_python else None
-    print(f"jax {jax.__version__}, {CORES} cores, (1, T, {HEADS}, {DIM}) float32, {options.repeats} repeats")
-    print(
-        "     T   mask    pass | ringjax s  ring2 s  torch s  dense s | vs torch  vs dense | ring2 vs torch "
-        "| GFLOP/s  of matmul"
-    )
-    results = []
-    with tempfile.TemporaryDirectory() as folder:
-        for case in (c for c in CASES if options.only in str(c)):
-            r = run(case, peer, options.repeats, Path(folder), not options.no_dense)
-            results.append(r)
-            cells = [f"{r.get(n, math.nan):>{w}}" for n, w in TIMES]
-            ratios = [f"{r.get(n, math.nan):>{w}}" for n, w in (("vs_torch", 8), ("vs_dense", 9))]
-            ring = f"{r.get('ring2_vs_torch', math.nan):>14}"
-            print(
-                case,
-                "|",
-                *cells,
-                "|",
-                *ratios,
-                "|",
-                ring,
-                "|",
-                f"{r['gflops']:>7} {r['share_of_matmul']:>10}",
-                flush=True,
+def dilated(bench: Bench) -> Table:
+    """The same dilated attention in PyTorch, and what dense attention costs instead."""
+    cases = [*both_masks(SHORT), *(both_masks(LONG) if not bench.quick else [LONG])]
+    rows = []
+    for case in cases:
+        for grad in (False, True):
+            contenders = {"ringjax": ONE, "ring of 2": RING, "PyTorch": LONGNET}
+            if case.length <= 8192 and case.causal:
+                contenders["dense JAX"] = not_same(JAX_DENSE)
+                contenders["dense PyTorch"] = not_same(TORCH_DENSE)
+            results = bench.race(case, grad, contenders, memory=True)
+            rate = case.flops(grad) / results["ringjax"].median / 1e9
+            rows.append(
+                {
+                    "tokens": case.length,
+                    "mask": case.mask,
+                    "pass": passes(grad),
+                    "ringjax s": results["ringjax"].median,
+                    "against PyTorch": ratio(results, "PyTorch"),
+                    "ring of 2 against PyTorch": ratio(results, "PyTorch", "ring of 2"),
+                    "memory against PyTorch": memory_ratio(results, "PyTorch"),
+                    "dense JAX over ours": ratio(results, "dense JAX"),
+                    "dense PyTorch over ours": ratio(results, "dense PyTorch"),
+                    "GFLOP/s": rate,
+                    "share of a matrix multiply": rate / matmul_rate(bench),
+                    "spread": max(r.spread for r in results.values() if r.times),
+                }
             )
-    if peer:
-        for name, key in (("one device", "vs_torch"), ("ring of two CPU devices", "ring2_vs_torch")):
-            ratios = [float(str(r[key])) for r in results]
-            mean, worst = geometric_mean(ratios), min(ratios)
-            print(f"{name} against PyTorch: geometric mean {mean:.3f}, lowest {worst:.3f} (above 1: ringjax is faster)")
-        error = max(float(str(r["max_error_vs_torch"])) for r in results)
-        print(f"largest difference of any output or gradient: {error:.1e}")
-        peer.close()
-    if options.json:
-        options.json.write_text(json.dumps({"jax": jax.__version__, "results": results}, indent=1))
+    columns = ("against PyTorch", "ring of 2 against PyTorch", "memory against PyTorch")
+    means = {c: geometric_mean(r[c] for r in rows if isinstance(r[c], float)) for c in columns}
+    rows.append({"tokens": "geometric mean", **means})
+    about = (
+        "Peer: a LongNet over PyTorch's CPU flash operator (`benchmarks/torch_worker.py`), the same outputs and "
+        "gradients. 8 heads of 64, float32; segments 2048, 4096, 8192 with rates 1, 2, 4 at 8,192 tokens and 2048, "
+        "8192, 32768 with 1, 4, 8 at 32,768. Where one device is behind PyTorch: XLA's CPU backend starts and joins "
+        "its threads for each matrix multiply and writes scores to memory between two of them, where the flash "
+        "operator keeps them in the cache of one core. A ring of two CPU devices on the same two cores avoids the "
+        "joins."
+    )
+    return Table("compare", "Dilated attention beside PyTorch and dense attention", about, rows)
+
+
+def matmul_rate(bench: Bench) -> float:
+    return bench.jax().ask("call", function="probes:matmul_rate")["result"]
+
+
+def grouped(bench: Bench) -> Table:
+    rows = []
+    for case in (GROUPED_SHORT, *([] if bench.quick else [GROUPED_LONG])):
+        for grad in (False, True):
+            contenders = {"ringjax": ONE, "ring of 2": RING, "peer": GROUPED_PEER}
+            rows.append(beside(case, grad, bench.race(case, grad, contenders, memory=True)))
+    about = (
+        "Peer: dilated-attention-pytorch 0.2.0, with PyTorch's own attention in the place of the xformers operator "
+        'that it asks for. Each head has one branch (`heads="grouped"`). It divides a head by its sum over the whole '
+        "sequence, future included; that is undone before outputs are compared, and is part of its time."
+    )
+    return Table("grouped", "One branch per head, beside dilated-attention-pytorch", about, rows)
+
+
+def beside(case: Case, grad: bool, results: dict[str, Result]) -> dict:
+    return {
+        "tokens": case.length,
+        "mask": case.mask,
+        "pass": passes(grad),
+        "ringjax s": results["ringjax"].median,
+        "against the peer": ratio(results, "peer"),
+        "ring of 2 against the peer": ratio(results, "peer", "ring of 2"),
+        "memory against the peer": memory_ratio(results, "peer"),
+    }
+
+
+def ordinary(bench: Bench) -> Table:
+    """Ordinary attention, our special case w = T, r = 1."""
+    rows = []
+    for length in (4096, *([] if bench.quick else [16384])):
+        for grad in (False, True):
+            contenders = {"ringjax": ONE, "ring of 2": RING, "JAX": JAX_DENSE, "PyTorch": TORCH_DENSE}
+            results = bench.race(dense(length), grad, contenders, memory=True)
+            row = {"tokens": length, "mask": "causal", "pass": passes(grad), "ringjax s": results["ringjax"].median}
+            for name in ("JAX", "PyTorch"):
+                row |= {
+                    f"against {name}": ratio(results, name),
+                    f"ring of 2 against {name}": ratio(results, name, "ring of 2"),
+                    f"memory against {name}": memory_ratio(results, name),
+                }
+            rows.append(row)
+    about = (
+        "Dense attention as a special case, one segment and rate 1, beside `jax.nn.dot_product_attention` and "
+        "PyTorch's `scaled_dot_product_attention`: the same outputs and gradients. PyTorch's is one hand-written "
+        "kernel, and is ahead of one device."
+    )
+    return Table("dense", "Ordinary attention", about, rows)
+
+
+def implementations(bench: Bench) -> Table:
+    contenders = {
+        "ringjax": ONE,
+        "ringjax, ring of 2": RING,
+        "PyTorch LongNet": LONGNET,
+        "dense PyTorch": not_same(TORCH_DENSE),
+        "dense JAX": not_same(JAX_DENSE),
+    }
+    case = IMPLEMENTATIONS
+    results = bench.race(case, False, contenders, memory=True)
+    rows = []
+    for name, result in results.items():
+        row = {"implementation": name, "ms": cell(result, result.median * 1e3)}
+        row["tokens/s"] = case.batch * case.length / result.median if result.times else None
+        row |= {"time over ringjax": ratio(results, name), "MB": result.bytes and result.bytes / 1e6}
+        rows.append(row)
+    for name, milliseconds in (
+        ("ring class, optimised", 4.25),
+        ("its 'improved' class", 8.38),
+        ("its standard class", 34.53),
+    ):
+        over = "time over its ring class"
+        rows.append({"implementation": f"reference system (GPU): {name}", over: milliseconds / 4.25})
+    about = (
+        "Forward, batch 2, 4,096 tokens, 8 heads of 64, segments 1024, 2048, 4096 with rates 1, 2, 4. The last rows "
+        "are the published figures of the reference system, a PyTorch library measured on a GTX 1080, over its own "
+        "fastest: only ratios compare. Its headlines of 4.93 and 44 times are not times of one computation: the class "
+        "that they are taken through attends across the heads of a token instead of along the sequence, which is a "
+        "small matrix multiply per token."
+    )
+    return Table("implementations", "Implementations, as the reference system's table", about, rows)
+
+
+def lengths(bench: Bench) -> Table:
+    """Longer and longer, until a contender fails."""
+    contenders = {
+        "ringjax": ONE,
+        "PyTorch LongNet": LONGNET,
+        "dense PyTorch": not_same(TORCH_DENSE),
+        "dense JAX": not_same(JAX_DENSE),
+    }
+    limit, longest = (4.0, 65536) if bench.quick else (30.0, 1_048_576)
+    rows, length = [], 4096
+    ended: dict[str, str] = {}
+    while length <= longest and "ringjax" not in ended:
+        case = Case(LONGEST.name, length, (2048, min(length, 8192)), (1, 4))
+        results = bench.race(case, True, {n: c for n, c in contenders.items() if n not in ended}, memory=True)
+        row: dict = {"tokens": length}
+        for name in contenders:
+            result = results.get(name)
+            row[f"{name} s"] = cell(result, result.median) if result else ended.get(name)
+            row[f"{name} MiB"] = result.bytes / 2**20 if result and result.bytes else None
+            if result and (result.failure or (name != "ringjax" and result.median > limit)):
+                ended[name] = result.failure or f"stopped: above {limit:.0f} s"
+        rows.append(row)
+        length *= 4
+    about = (
+        "Forward and backward, causal, 8 heads of 64, float32; dilated: segments 2048 and 8192 with rates 1 and 4. "
+        f"Peers run in processes with a limit of {bench.memory / 2**30:.0f} GiB; one that takes longer than "
+        f"{limit:.0f} s is not taken further."
+    )
+    lines = [f"{name} s" for name in contenders]
+    return Table("lengths", "Longer and longer", about, rows, Plot("tokens", lines, "seconds"))
+
+
+def tables(bench: Bench) -> list[Table]:
+    """All that this part measures."""
+    return [dilated(bench), grouped(bench), ordinary(bench), implementations(bench), lengths(bench)]
 
 
 if __name__ == "__main__":
-    main()
+    from run import main
+
+    main("compare")

@@ -1,0 +1,100 @@
+"""All benchmarks, or some parts, into one report: `report.md`, `results.json` and pictures.
+
+    python benchmarks/run.py                                # the quick report: under 15 minutes on two cores
+    python benchmarks/run.py --full                         # all of it: hours
+    python benchmarks/run.py --parts ring,scaling           # some parts; the rest of an earlier report is kept
+    python benchmarks/run.py --report                       # write the report again from results.json
+
+`make bench` and `make bench-full` do it with all peers: PyTorch in an environment of its own (`--torch-python`),
+ringattention in a folder (`--peer`). On GPUs and TPUs the same command uses the devices at hand, in bfloat16; peers
+that run on CPU are left out there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import importlib
+import shlex
+import sys
+import time
+from pathlib import Path
+
+import report
+from harness import Bench, Table, machine
+
+PARTS = ("compare", "ring", "scaling", "decode", "devices", "million")
+QUICK = PARTS[:-1]
+
+
+def measure(bench: Bench, parts: list[str], save) -> None:
+    """Runs parts one after the other, saving after each."""
+    for part in parts:
+        bench.say(f"== {part}")
+        found: list[Table] = importlib.import_module(part).tables(bench)
+        for table in found:
+            print("\n" + report.markdown(table), flush=True)
+        save(part, found)
+
+
+def main(part: str | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--full", action="store_true", help="all cases and more repeats")
+    parser.add_argument("--parts", default=part, help=f"of {', '.join(PARTS)}; the quick report leaves out the last")
+    parser.add_argument(
+        "--torch-python", help="interpreter of an environment with torch; without it, nothing of PyTorch"
+    )
+    parser.add_argument("--peer", help="folder with ringattention 0.1.2 and einops; without it, nothing of it")
+    parser.add_argument("--memory", type=float, default=12, help="GiB that a peer may hold (%(default)s)")
+    parser.add_argument("--cpu", action="store_true", help="CPU devices, though there are others")
+    parser.add_argument("--shrink", type=int, default=1, help="divide all lengths, to try the harness itself")
+    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder of the report (%(default)s)")
+    parser.add_argument("--report", action="store_true", help="only write the report again")
+    options = parser.parse_args()
+    parts = options.parts.split(",") if options.parts else list(PARTS if options.full else QUICK)
+    if unknown := [p for p in parts if p not in PARTS]:
+        parser.error(f"--parts must be of {', '.join(PARTS)}, got {unknown[0]!r}")
+    options.out.mkdir(parents=True, exist_ok=True)
+    stored = options.out / "results.json"
+    if options.report:
+        print(report.write_report(options.out, *report.read(stored)))
+        return
+    begin = time.perf_counter()
+    bench = Bench(
+        not options.full, options.torch_python, options.peer, int(options.memory * 2**30), options.cpu, options.shrink
+    )
+    versions = dict(bench.devices["versions"])
+    if bench.is_cpu and options.torch_python:
+        versions |= bench.torch().ask("info")["versions"]
+    where = "CPU devices" if bench.is_cpu else f"{bench.devices['number']} x {bench.devices['kind']}"
+    facts = {
+        "when": datetime.date.today().isoformat(),
+        "command": "make bench-full" if options.full else "make bench",
+        "arguments": shlex.join(sys.argv[1:]),
+        "devices": where,
+        "versions": versions,
+        "machine": machine(),
+    }
+    tables: dict[str, list[Table]] = {}
+    _, earlier = report.read(stored) if stored.exists() and options.parts else ({}, [])
+    run = ", ".join([facts["when"], "full" if options.full else "quick", *map(" ".join, versions.items())])
+    run += f"; all lengths divided by {options.shrink}: no measurement" if options.shrink > 1 else ""
+
+    def save(name: str, found: list[Table]) -> None:
+        tables[name] = [dataclasses.replace(table, run=run) for table in found]
+        facts["minutes"] = (time.perf_counter() - begin) / 60
+        new = [table for group in tables.values() for table in group]
+        kept = [table for table in earlier if table.name not in {x.name for x in new}]
+        report.write(stored, facts, [*new, *kept])
+        report.write_report(options.out, facts, [*new, *kept])
+
+    try:
+        measure(bench, parts, save)
+    finally:
+        bench.close()
+    bench.say(f"report: {options.out / 'report.md'}")
+
+
+if __name__ == "__main__":
+    main()
