@@ -129,19 +129,75 @@ def run(attention, arrays, pattern, **keywords):
     return with_gradients(attention, pattern, **keywords)(*arrays)
 
 
+def seen(case: Case, ids: np.ndarray | None, head: int) -> list[np.ndarray]:
+    """For each branch, which query (row) of a key/value head sees which key (column)."""
+    at, length, num = np.arange(case.length), case.seq_len or case.length, len(case.segment_lengths)
+    visible = np.tril(np.ones((case.length, case.length), bool)) if case.is_causal else True
+    visible = visible if ids is None else visible & (ids[:, None] == ids) & (ids >= 0)
+    owner = [i for i in range(num) for _ in range(case.kv_heads // num + (i < case.kv_heads % num))][head]
+    found = []
+    for i, (w, r) in enumerate(zip(np.minimum(case.segment_lengths, length), case.dilation_rates, strict=True)):
+        rules = {"block": head // -(-case.kv_heads // r), "none": 0, "grouped": i % r}
+        selected = (at < length) & (at % w % r == rules.get(case.rule, head % r))
+        selected = selected & (case.rule != "grouped" or i == owner)
+        found.append(selected[:, None] & selected & (at[:, None] // w == at // w) & visible)
+    return found
+
+
+def by_definition(case: Case, arrays) -> tuple[np.ndarray, ...]:
+    """Output and gradients in float64, in numpy alone: `test_reference.py` holds it against the oracle.
+
+    Nothing is compiled, which is most of what the oracle costs where shapes are small.
+    """
+    q, k, v, g = (np.asarray(x, np.float64) for x in arrays)
+    scale = case.dim**-0.5 if case.scale is None else case.scale
+    ids = case.keywords()["segment_ids"]
+    out, dq, dk, dv = (np.zeros_like(x) for x in (q, q, k, v))
+    for b, n in np.ndindex(case.batch, case.kv_heads * case.group):
+        h = n // case.group
+        branches = seen(case, None if ids is None else np.asarray(ids[b]), h)
+        count, scores = sum(x.astype(float) for x in branches), scale * q[b, :, n] @ k[b, :, h].T
+        weights = np.exp(
+            scores - np.where(count > 0, scores, -1e300).max(1, keepdims=True), where=count > 0, out=0 * count
+        )
+        total = (count * weights).sum(1, keepdims=True)
+        weights /= np.where(total > 0, total, 1)
+        slope = g[b, :, n] / (len(branches) if case.rule == "grouped" else 1)
+        joint = count * weights @ v[b, :, h]
+        out[b, :, n] = joint / (len(branches) if case.rule == "grouped" else 1)
+        mean = (slope * joint).sum(1, keepdims=True)
+        dscores = count * weights * (slope @ v[b, :, h].T - mean)
+        if case.rule == "detached":  # each branch by itself: its share of the sum is a constant
+            for x in branches:
+                share = (x * weights).sum(1, keepdims=True)
+                own = (slope * (x * weights @ v[b, :, h])).sum(1, keepdims=True) / np.where(share > 0, share, 1)
+                dscores += x * weights * (mean - own)
+        dq[b, :, n] = scale * dscores @ k[b, :, h]
+        dk[b, :, h] += scale * dscores.T @ q[b, :, n]
+        dv[b, :, h] += (count * weights).T @ slope
+    return out, dq, dk, dv
+
+
 WIDE, NARROW = (np.float64, 1e-10), (np.float32, 2e-6)
+
+
+def right_of(case: Case, arrays) -> tuple[np.ndarray, ...]:
+    """Output and gradients of these arrays in float64."""
+    if not case.dropout_rate:
+        return by_definition(case, arrays)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), np.float64) for x in arrays]
+        return run(rj.reference_attention, wide, case.pattern, **case.keywords(), compiler_options=QUICK)
 
 
 def assert_equals_oracle(case: Case, tolerances=(WIDE, NARROW), attention=rj.dilated_attention, **options) -> None:
     """Output and gradients in each dtype against the float64 oracle of the same (float32) inputs."""
     arrays = case.arrays(np.float32)
-    with jax.enable_x64(True):
-        wide = [x.astype(np.float64) for x in arrays]
-        oracle = run(rj.reference_attention, wide, case.pattern, **case.keywords(), compiler_options=QUICK)
+    oracle = right_of(case, arrays)
     for dtype, tolerance in tolerances:
         is_wide = dtype == np.float64
         with jax.enable_x64(is_wide):
-            given = wide if is_wide else arrays
+            given = [x.astype(np.float64) for x in arrays] if is_wide else arrays
             how = {"compiler_options": QUICK} if is_wide else options
             ours = run(attention, given, case.pattern, **case.keywords(), **how)
         for name, x, reference in zip(NAMES, ours, oracle, strict=True):
@@ -183,9 +239,7 @@ def assert_stored_equals_oracle(
     mesh, (dtype, tolerance) = ring.mesh if mesh is None else mesh, limit
     attention = functools.partial(rj.dilated_attention, ring=ring) if attention is None else attention
     with jax.enable_x64(True):
-        oracle = run(
-            rj.reference_attention, case.arrays(np.float64), case.pattern, compiler_options=QUICK, **case.keywords()
-        )
+        oracle = right_of(case, case.arrays(np.float64))
     with jax.enable_x64(dtype == np.float64):
         stored = [stored_on(ring, mesh, x, fill) for x in case.arrays(dtype)]
         keywords = case.keywords()
@@ -244,12 +298,14 @@ def naive(case: Case, dtype):
     return attention
 
 
-def low_precision_errors(case: Case, dtype, attention=rj.dilated_attention) -> tuple[np.ndarray, np.ndarray]:
+def low_precision_errors(
+    case: Case, dtype, attention=rj.dilated_attention, compiler_options=None
+) -> tuple[np.ndarray, np.ndarray]:
     """Errors of output and gradients, summed over five seeds: of `attention`, and of the naive computation."""
     oracle = with_gradients(rj.reference_attention, case.pattern, compiler_options=QUICK, is_causal=case.is_causal)
     contenders = [
-        with_gradients(attention, case.pattern, is_causal=case.is_causal),
-        with_gradients(naive(case, dtype), case.pattern),
+        with_gradients(attention, case.pattern, compiler_options=compiler_options, is_causal=case.is_causal),
+        with_gradients(naive(case, dtype), case.pattern, compiler_options=compiler_options),
     ]
     errors = np.zeros((2, 4))
     for seed in range(5):

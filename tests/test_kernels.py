@@ -1,6 +1,7 @@
 """The kernels of both targets, interpreted, against the same oracle and with the same tolerances as plain XLA."""
 
 import functools
+import itertools
 import subprocess
 import sys
 
@@ -16,7 +17,7 @@ from cases import (
     low_precision_errors,
     on_ring,
     ring_mesh,
-    run,
+    with_gradients,
 )
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
@@ -32,12 +33,13 @@ TARGETS = ("interpret_tpu", "interpret_gpu")
 CASES = {
     "causal": Case(300, 1, 2, 1, 32, (128, 300), (1, 2), is_causal=True),
     "ids": Case(272, 2, 1, 4, 64, (272,), (1,), ids=True, scale=0.2),
+    "one branch": Case(290, 1, 1, 8, 80, (145,), (3,), is_causal=True, ids=True),
     "dim80": Case(290, 1, 1, 8, 80, (145, 290), (2, 3), is_causal=True, ids=True),
     "detached": Case(256, 1, 2, 1, 96, (128, 256), (1, 2), rule="detached", is_causal=True),
     "dim128": Case(320, 1, 2, 1, 128, (320,), (2,), rule="block", seq_len=301),
     "dim256": Case(200, 1, 2, 1, 256, (100, 200), (1, 2), rule="grouped"),
 }
-DEFAULT = ("dim80",)
+DEFAULT = ("one branch",)
 
 
 @pytest.mark.parametrize("implementation", ["xla", *TARGETS])
@@ -60,6 +62,8 @@ def test_one_device_with_blocks_of_ones_own(implementation):
 
 
 RINGS = {
+    "one branch": (Case(512, 1, 2, 2, 32, (512,), (4,), is_causal=True), "zigzag"),
+    "one causal branch": (Case(256, 1, 2, 1, 32, (256,), (2,), is_causal=True), "contiguous"),
     "zigzag": (Case(1024, 1, 2, 2, 32, (128, 1024), (1, 4), rule="detached", is_causal=True), "zigzag"),
     "by_position": (Case(1024, 1, 2, 1, 32, (700,), (3,), is_causal=True, ids=True), "contiguous"),
     "contiguous": (Case(512, 2, 2, 1, 32, (256, 512), (1, 2), is_causal=True, ids=True), "contiguous"),
@@ -67,8 +71,16 @@ RINGS = {
 }
 
 
-@pytest.mark.parametrize("implementation", TARGETS)
-@pytest.mark.parametrize("name", ["zigzag", *(pytest.param(n, marks=SLOW) for n in RINGS if n != "zigzag")])
+RING_ROWS = [("one branch", "interpret_gpu"), ("one causal branch", "interpret_tpu")]
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        pytest.param(*row, marks=() if row in RING_ROWS else SLOW, id="-".join(row))
+        for row in itertools.product(RINGS, TARGETS)
+    ],
+)
 def test_ring_of_four_equals_oracle(name, implementation):
     case, layout = RINGS[name]
     ring = rj.Ring(ring_mesh(4), layout=layout, strategy="gather" if name == "full" else "ring")
@@ -87,7 +99,7 @@ def test_ring_of_four_equals_oracle(name, implementation):
 def test_low_precision_error_is_that_of_the_naive_computation(implementation, dtype):
     case = Case(128, 1, 2, 2, 32, segment_lengths=(128,), dilation_rates=(2,), is_causal=True)
     attention = functools.partial(rj.dilated_attention, implementation=implementation)
-    ours, naive = low_precision_errors(case, dtype, attention)
+    ours, naive = low_precision_errors(case, dtype, attention, QUICK)  # the kernels are interpreted
     assert (ours > 0).all()
     assert ours[0] <= 2 * naive[0]
     assert (ours[1:] <= 3 * naive[1:]).all(), (ours, naive)
@@ -100,7 +112,8 @@ def test_padding_may_hold_anything(implementation):
     clean = [x.at[:, 150:].set(0) for x in case.arrays(np.float32)]
     dirty = [x.at[:, 150:].set(jnp.nan) for x in clean]
     keywords = {"segment_ids": ids, "implementation": implementation, "compiler_options": QUICK}
-    for x, y in zip(*(run(rj.dilated_attention, a, case.pattern, **keywords) for a in (clean, dirty)), strict=True):
+    both = with_gradients(rj.dilated_attention, case.pattern, **keywords)
+    for x, y in zip(both(*clean), both(*dirty), strict=True):
         np.testing.assert_array_equal(x, y)
 
 
@@ -114,19 +127,21 @@ def test_vmap(implementation):
     case = Case(128, 2, 2, 1, 32, (128,), (1,))
     q, k, v, _ = case.arrays(np.float32)
     attention = functools.partial(rj.dilated_attention, pattern=case.pattern, implementation=implementation)
-    mapped = jax.vmap(lambda *x: attention(*(y[None] for y in x))[0])(q, k, v)
-    np.testing.assert_allclose(mapped, attention(q, k, v), atol=2e-6)
+    mapped = jax.vmap(lambda *x: attention(*(y[None] for y in x))[0])
+    mapped, whole = (jax.jit(f, compiler_options=QUICK)(q, k, v) for f in (mapped, attention))
+    np.testing.assert_allclose(mapped, whole, atol=2e-6)
 
 
 # ------------------------------------------------------------------------------------------- lowering for a platform
 
 KERNEL = {"tpu": "tpu_custom_call", "cuda": "__gpu$xla.gpu.triton"}
 PATTERN = rj.DilationPattern((256, 1024), (1, 4))
+ONE_BRANCH = rj.DilationPattern((1024,), (4,))  # compiles sooner
 GPU = AbstractDevice(device_kind="NVIDIA H100 80GB HBM3", num_cores=None, platform="gpu")
 
 
-def gradient(q, k, v, g, **keywords):
-    out, pull = jax.vjp(lambda *x: rj.dilated_attention(*x, PATTERN, is_causal=True, **keywords), q, k, v)
+def gradient(q, k, v, g, pattern=ONE_BRANCH, **keywords):
+    out, pull = jax.vjp(lambda *x: rj.dilated_attention(*x, pattern, is_causal=True, **keywords), q, k, v)
     return out, *pull(g)
 
 
@@ -145,7 +160,7 @@ def exported(f, platforms, ring=None, dtype=jnp.bfloat16):
 def test_gradient_lowers_for_platform(platform, on):
     mesh = AbstractMesh((4,), ("ring",), abstract_device=GPU if platform == "cuda" else None)
     ring = None if on == "one" else rj.Ring(mesh, layout="zigzag")
-    text = exported(functools.partial(gradient, ring=ring), [platform], ring).mlir_module()
+    text = exported(functools.partial(gradient, pattern=PATTERN, ring=ring), [platform], ring).mlir_module()
     other = KERNEL["cuda" if platform == "tpu" else "tpu"]
     for name in ("forward", "query_gradient", "key_gradient"):
         assert f"ringjax_{name}" in text
@@ -157,7 +172,7 @@ def test_one_exported_program_serves_several_platforms():
     module = exported(gradient, ["cpu", "tpu", "cuda"])
     assert all(kernel in module.mlir_module() for kernel in KERNEL.values())
     arrays = Case(1024, 1, 2, 2, 64).arrays(jnp.bfloat16)
-    for x, y in zip(module.call(*arrays), gradient(*arrays), strict=True):
+    for x, y in zip(jax.jit(module.call)(*arrays), jax.jit(gradient)(*arrays), strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
@@ -242,8 +257,9 @@ def test_wrong_block_sizes(make, message):
 
 
 def test_what_does_not_fit_falls_back_when_nothing_is_forced():
-    np.testing.assert_allclose(call(dim=512), 1.0, atol=1e-6)
-    np.testing.assert_allclose(call(length=8), 1.0, atol=1e-6)
+    for keywords in ({"dim": 512}, {"length": 8}):
+        fallen_back = jax.jit(lambda keywords=keywords: call(**keywords), compiler_options=QUICK)
+        np.testing.assert_allclose(fallen_back(), 1.0, atol=1e-6)
 
 
 # ------------------------------------------------------------------------------------------------------------- costs

@@ -1,10 +1,12 @@
 """The oracle against the definition in plain loops."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, count_matrix, error, run
+from cases import NAMES, QUICK, Case, by_definition, count_matrix, error, run
 
 import ringjax as rj
 
@@ -34,17 +36,33 @@ def by_hand(case: Case) -> np.ndarray:
 def test_reference_is_the_definition(case):
     with jax.enable_x64(True):
         q, k, v, _ = case.arrays(np.float64)
-        out = rj.reference_attention(q, k, v, case.pattern, **case.keywords())
+        rows = [3, 0, case.length - 1]
+
+        @functools.partial(jax.jit, compiler_options=QUICK)
+        def both(q, k, v):
+            oracle = functools.partial(rj.reference_attention, q, k, v, case.pattern, **case.keywords())
+            return oracle(), oracle(rows=rows)
+
+        out, some = both(q, k, v)
         assert error(out, by_hand(case)) < 1e-14
-        some = rj.reference_attention(q, k, v, case.pattern, rows=[3, 0, case.length - 1], **case.keywords())
-        assert error(some, np.asarray(out)[:, [3, 0, case.length - 1]]) < 1e-15
+        assert error(some, np.asarray(out)[:, rows]) < 1e-15
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.rule)
+def test_gradients_are_those_of_numpy(case):
+    """And so `by_definition`, in which nothing is compiled, may stand for the oracle."""
+    with jax.enable_x64(True):
+        arrays = case.arrays(np.float64)
+        found = run(rj.reference_attention, arrays, case.pattern, compiler_options=QUICK, **case.keywords())
+        for name, x, y in zip(NAMES, found, by_definition(case, arrays), strict=True):
+            assert np.abs(y).max() > 0.1
+            assert error(x, y) < 1e-14, name
 
 
 def test_detached_mixing_holds_the_branch_weights_constant():
     case = Case(length=12, segment_lengths=(4, 12), dilation_rates=(1, 2), kv_heads=1, batch=1)
     with jax.enable_x64(True):
         q, k, v, g = case.arrays(np.float64)
-        parts, lses = [], []
 
         def branch(q, k, v, w, r):
             p = jnp.arange(12)
@@ -54,18 +72,21 @@ def test_detached_mixing_holds_the_branch_weights_constant():
             weights = jnp.where(seen, jnp.exp(scores), 0) / jnp.where(total > 0, total, 1)
             return weights @ v[0, :, 0], total
 
-        for w, r in ((4, 1), (12, 2)):
-            part, total = branch(q, k, v, w, r)
-            parts.append(part)
-            lses.append(total)
-        mix = [t / (lses[0] + lses[1]) for t in lses]
+        @functools.partial(jax.jit, compiler_options=QUICK)
+        def expected(q, k, v, g):
+            totals = [branch(q, k, v, w, r)[1] for w, r in ((4, 1), (12, 2))]
+            mix = [t / (totals[0] + totals[1]) for t in totals]
 
-        def frozen(q, k, v):
-            return sum(m * branch(q, k, v, w, r)[0] for m, (w, r) in zip(mix, ((4, 1), (12, 2)), strict=True))
+            def frozen(q, k, v):
+                return sum(m * branch(q, k, v, w, r)[0] for m, (w, r) in zip(mix, ((4, 1), (12, 2)), strict=True))
 
-        expected = jax.vjp(frozen, q, k, v)[1](g[0, :, 0])
-        pattern = rj.DilationPattern((4, 12), (1, 2), mixing="detached")
-        for x, y in zip(run(rj.reference_attention, (q, k, v, g), pattern)[1:], expected, strict=True):
+            return jax.vjp(frozen, q, k, v)[1](g[0, :, 0])
+
+        right = expected(q, k, v, g)
+        detached, exact = (
+            run(rj.reference_attention, (q, k, v, g), case.pattern, compiler_options=QUICK)
+            for case in (case._replace(rule="detached"), case)
+        )
+        for x, y in zip(detached[1:], right, strict=True):
             assert error(x, y) < 1e-14
-        exact = run(rj.reference_attention, (q, k, v, g), rj.DilationPattern((4, 12), (1, 2)))
-        assert error(exact[1], expected[0]) > 1e-3
+        assert error(exact[1], right[0]) > 1e-3
