@@ -111,7 +111,7 @@ def _on_tpu(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> M
     numbers = a.k_sums if request.group > 1 else a.q_sums / kv_heads  # one a row, padded to the width of a head
     shares = [b.rows / (request.shard_length * kv_heads) for b in branches if b.rows and not b.shard]
     travelling = _travelling(request, branches)
-    laid_out = a.q + rows if travelling else 0  # queries, keys, values and output or its cotangent, as rings take them
+    laid_out = a.q + rows if travelling else 0  # query, key, value and output or cotangent, as a ring takes them
     forward, gradient = [float(a.q_sums + a.q)], [float(sums)]
     for i, share in enumerate(shares):
         one_head = share * a.q_sums / kv_heads
@@ -121,14 +121,16 @@ def _on_tpu(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> M
         gradient.append(adding + sum(shares[i + 1 :]) * rows + laid_out)
     if len({b.rate for b in branches if b.rows}) > 1:  # sums are laid out anew
         forward.append(2 * a.q_sums)
+    others = max(len({b.rate for b, _ in travelling}) - 1, 0)  # each rate on a ring has its own; all are made of bits
+    copied = rows if others else a.k if shares else 0  # bits, which stay where there are others, else of one array
+    kept = others * rows + (laid_out if others else 0)
     for branch, size in travelling:
         copies = _copies(branch)
-        copied = a.k if shares else 0  # bits of one array, before they are laid out anew
         forward.append(a.q_sums + rows + copied + copies * size.keys + size.queries + size.query_sums)
         keys_move = branch.where == "gather" or branch.moves == "keys"
         moving = (size.keys, size.key_sums) if keys_move else (2 * size.queries, size.query_sums)
         around = (copies + 1) * sum(moving) + size.keys + size.queries
-        gradient.append(sums + laid_out / 2 + around)  # the other half stands where results will
+        gradient.append(sums + laid_out / 2 + kept + around)  # the other half stands where results will
     return Memory(int(max(forward)), int(max(*gradient, *forward)))
 
 
