@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +37,20 @@ def text_of(value: Any, column: str) -> str:
     mark = " †" if "memory against" in column and value < 0.995 else mark
     if abs(value) >= 1000:
         return f"{value:,.0f}{mark}"
+    if 0 < abs(value) < 0.001:
+        return f"{value:.1e}{mark}"
     digits = 0 if abs(value) >= 100 else 1 if abs(value) >= 10 else 2 if abs(value) >= 0.1 else 4
     return f"{value:.{digits}f}{mark}"
 
 
-def markdown(table: Table) -> str:
-    columns = table.columns
+def row_lines(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """A Markdown table."""
     lines = [f"| {' | '.join(columns)} |", "| " + " | ".join("---" for _ in columns) + " |"]
-    lines += ["| " + " | ".join(text_of(row.get(c), c) for c in columns) + " |" for row in table.rows]
+    return lines + ["| " + " | ".join(text_of(row.get(c), c) for c in columns) + " |" for row in rows]
+
+
+def markdown(table: Table) -> str:
+    lines = row_lines(table.columns, table.rows)
     text = f"## {table.title}\n\n{table.about}\n\n" + "\n".join(lines) + "\n"
     text += f"\n<small>{table.run}</small>\n" if table.run else ""
     if "†" in text:
@@ -78,8 +85,8 @@ def draw(table: Table, path: Path) -> None:
     pyplot.close(figure)
 
 
-def write_report(folder: Path, facts: dict, tables: list[Table]) -> Path:
-    """`report.md` and its pictures."""
+def write_report(path: Path, facts: dict, tables: list[Table], pictures: str = "") -> Path:
+    """The report, and its pictures in a folder beside it."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     machine = facts["machine"]
     lines = [
@@ -98,8 +105,7 @@ def write_report(folder: Path, facts: dict, tables: list[Table]) -> Path:
     for table in tables:
         lines.append(markdown(table))
         if table.plot:
-            draw(table, folder / f"{table.name}.png")
-            lines.append(f"![{table.title}]({table.name}.png)\n")
-    path = folder / "report.md"
+            draw(table, path.parent / f"{pictures}{table.name}.png")
+            lines.append(f"![{table.title}]({pictures}{table.name}.png)\n")
     path.write_text("\n".join(lines))
     return path

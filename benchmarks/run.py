@@ -4,6 +4,7 @@
     python benchmarks/run.py --full                         # all of it: hours
     python benchmarks/run.py --parts ring,scaling           # some parts; the rest of an earlier report is kept
     python benchmarks/run.py --report                       # write the report again from results.json
+    python benchmarks/run.py --publish                      # copy it into docs/, and its figures into the README
 
 `make bench` and `make bench-full` do it with all peers: PyTorch in an environment of its own (`--torch-python`),
 ringattention in a folder (`--peer`). On GPUs and TPUs the same command uses the devices at hand, in bfloat16; peers
@@ -22,6 +23,7 @@ import time
 from pathlib import Path
 
 import report
+import summary
 from harness import Bench, Table, machine
 
 PARTS = ("compare", "ring", "scaling", "decode", "devices", "million")
@@ -38,6 +40,15 @@ def measure(bench: Bench, parts: list[str], save) -> None:
         save(part, found)
 
 
+def publish(stored: Path) -> None:
+    """A stored report into the documents, and its figures into the README."""
+    root = Path(__file__).parent.parent
+    kept = root / "docs" / "benchmarks.json"
+    kept.write_text(stored.read_text())
+    report.write_report(root / "docs" / "benchmarks.md", *report.read(kept), pictures="images/bench-")
+    summary.write_readme(root / "README.md", *report.read(kept))
+
+
 def main(part: str | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--full", action="store_true", help="all cases and more repeats")
@@ -51,6 +62,7 @@ def main(part: str | None = None) -> None:
     parser.add_argument("--shrink", type=int, default=1, help="divide all lengths, to try the harness itself")
     parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder of the report (%(default)s)")
     parser.add_argument("--report", action="store_true", help="only write the report again")
+    parser.add_argument("--publish", action="store_true", help="only put the report of --out into docs/ and the README")
     options = parser.parse_args()
     parts = options.parts.split(",") if options.parts else list(PARTS if options.full else QUICK)
     if unknown := [p for p in parts if p not in PARTS]:
@@ -58,7 +70,10 @@ def main(part: str | None = None) -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     stored = options.out / "results.json"
     if options.report:
-        print(report.write_report(options.out, *report.read(stored)))
+        print(report.write_report(options.out / "report.md", *report.read(stored)))
+        return
+    if options.publish:
+        publish(stored)
         return
     begin = time.perf_counter()
     bench = Bench(
@@ -87,7 +102,7 @@ def main(part: str | None = None) -> None:
         new = [table for group in tables.values() for table in group]
         kept = [table for table in earlier if table.name not in {x.name for x in new}]
         report.write(stored, facts, [*new, *kept])
-        report.write_report(options.out, facts, [*new, *kept])
+        report.write_report(options.out / "report.md", facts, [*new, *kept])
 
     try:
         measure(bench, parts, save)

@@ -14,6 +14,7 @@ sys.path.append(str(BENCHMARKS))  # its modules import each other by their short
 
 import harness  # noqa: E402
 import report  # noqa: E402
+import summary  # noqa: E402
 import workers  # noqa: E402
 import workloads  # noqa: E402
 
@@ -127,7 +128,7 @@ def test_report(tmp_path):
     facts["machine"] = {"processor": "x", "cores": 2, "memory_GiB": 3, "python": "3"}
     report.write(tmp_path / "results.json", facts, [table])
     assert json.loads((tmp_path / "results.json").read_text())["tables"][0]["rows"][1]["memory against PyTorch"] is None
-    text = report.write_report(tmp_path, *report.read(tmp_path / "results.json")).read_text()
+    text = report.write_report(tmp_path / "report.md", *report.read(tmp_path / "results.json")).read_text()
     assert "| 4,096 | 0.50 | 0.93 † | 1.50 |\n| 8,192 | 1,234 | 1.25 |  |\n| mean | out of memory |  |  |" in text
     assert "† behind this peer" in text
     assert "today in 3 minutes by `make bench` on CPU devices" in text
@@ -152,3 +153,41 @@ def test_every_part_runs(tmp_path):
     assert names >= {"decode", "devices", "million", "branches"}
     assert facts["versions"]["jax"]
     assert all(table.rows and table.run.endswith("no measurement") for table in tables)
+
+
+def test_the_readme_says_what_was_measured():
+    """Every figure of its measured part is that of the stored report."""
+    root = BENCHMARKS.parent
+    facts, tables = report.read(root / "docs" / "benchmarks.json")
+    readme = (root / "README.md").read_text()
+    assert summary.replaced(readme, summary.summary(facts, tables)) == readme
+    text = (root / "docs" / "benchmarks.md").read_text()
+    for table in tables:
+        assert report.markdown(table) in text
+    assert not any("no measurement" in table.run for table in tables)
+
+
+@pytest.mark.slow
+def test_devices_at_hand_are_used_by_one_process_in_half_precision():
+    """As on accelerators, where a second process would not get the devices."""
+    import devices
+
+    bench = harness.Bench(on_cpu=True, shrink=32)
+    worker = workers.Worker("jax_worker.py", devices=4)
+    bench.is_cpu, bench.devices, bench.torch_python = False, worker.ask("info"), sys.executable
+    bench._workers = {("devices",): worker}
+    assert bench.jax(1) is bench.jax(4, is_peer=True) is worker
+    contenders = {
+        "one": harness.Contender("one device"),
+        "ring": harness.Contender("ring", devices=4),
+        "too many": harness.Contender("ring", devices=8),
+        "torch": harness.Contender("longnet", "torch"),
+    }
+    results = bench.race(workloads.LONGEST, True, contenders)
+    assert set(results) == {"one", "ring"}
+    assert 1e-4 < results["ring"].facts["error"] < 4e-2
+    (table,) = devices.tables(bench)
+    assert {row["devices"] for row in table.rows} == {1, 4}
+    assert "bfloat16" in table.about
+    assert all(row["hop GB/s"] > 0 and 0 <= row["messages hidden"] <= 1 for row in table.rows if row["devices"] == 4)
+    bench.close()
