@@ -84,8 +84,8 @@ on {facts["machine"]["cores"]} x86 cores without accelerator ({versions}); `make
 of an hour. Repeats are interleaved, outputs and gradients compared first. “Against”, above 1: ringjax is faster, or
 holds less memory; † marks where it is behind, which the report explains."""
     rest = """Parts alone: `make bench BENCH='--parts ring'`. These are CPU devices: counts, work and waiting, not the
-speed of an accelerator. On GPUs and TPUs the same command measures the devices at hand, with their share of peak, the bandwidth of
-a hop and how much of the messages is hidden."""
+speed of an accelerator. On GPUs and TPUs the same command measures the devices at hand, with their share of peak, the
+bandwidth of a hop and how much of the messages is hidden."""
     items = "\n".join(f"- {sentence}" for sentence in sentences(tables))
     return f"{about}\n\n{tables_of(tables)}\n\n{items}\n\n{rest}"
 
