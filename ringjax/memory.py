@@ -126,11 +126,15 @@ def _on_tpu(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> M
     kept = others * rows + (laid_out if others else 0)
     for branch, size in travelling:
         copies = _copies(branch)
-        forward.append(a.q_sums + rows + copied + copies * size.keys + size.queries + size.query_sums)
+        merging = (
+            4 * branch.rows / (request.shard_length * kv_heads) * a.q_sums / kv_heads if request.group > 1 else 0.0
+        )
+        meeting = copies * size.keys + size.queries + size.query_sums
+        forward.append(a.q_sums + rows + copied + max(meeting, merging))
         keys_move = branch.where == "gather" or branch.moves == "keys"
         moving = (size.keys, size.key_sums) if keys_move else (2 * size.queries, size.query_sums)
         around = (copies + 1) * sum(moving) + size.keys + size.queries
-        gradient.append(sums + laid_out / 2 + kept + around)  # the other half stands where results will
+        gradient.append(sums + numbers + laid_out / 2 + kept + around)  # the other half stands where results will
     return Memory(int(max(forward)), int(max(*gradient, *forward)))
 
 
