@@ -120,15 +120,23 @@ def test_ring_of_one(layout):
     assert_ring_equals_oracle(RingCase(case, 1, layout), WIDE)
 
 
+EMPTY = {
+    "more branches than heads": Case(32, kv_heads=1, segment_lengths=(8, 32), dilation_rates=(1, 2), rule="grouped"),
+    "an offset beyond the segment": Case(30, segment_lengths=(32, 1), dilation_rates=(1, 2), rule="grouped"),
+}
+
+
 @pytest.mark.parametrize(
-    ("kv_heads", "segments", "rates"),
-    [(1, (8, 32), (1, 2)), (2, (32, 1), (1, 2))],
-    ids=["more branches than heads", "an offset beyond the segment"],
+    ("name", "strategy"),
+    [
+        ("more branches than heads", "ring"),
+        ("an offset beyond the segment", "gather"),
+        pytest.param("more branches than heads", "gather", marks=SLOW),
+        pytest.param("an offset beyond the segment", "ring", marks=SLOW),
+    ],
 )
-@pytest.mark.parametrize("strategy", ["ring", "gather"])
-def test_grouped_branch_that_selects_nothing(kv_heads, segments, rates, strategy):
-    length = 32 if kv_heads == 1 else 30
-    case = Case(length, kv_heads=kv_heads, segment_lengths=segments, dilation_rates=rates, rule="grouped")
+def test_grouped_branch_that_selects_nothing(name, strategy):
+    case = EMPTY[name]
     assert_ring_equals_oracle(RingCase(case, 2, strategy=strategy), WIDE)
 
 
@@ -160,7 +168,8 @@ def test_several_blocks_in_several_pieces(moves, monkeypatch):
     assert (branch.where, branch.moves, branch.pieces, branch.is_aligned) == ("ring", moves, 2, True)
     assert branch.shard.rows > 512
     assert branch.shard.sizes.query < branch.shard.rows
-    assert_ring_equals_oracle(LONG[moves], NARROW, compiler_options=None)
+    # one of them is compiled as users compile
+    assert_ring_equals_oracle(LONG[moves], NARROW, compiler_options=None if moves == "queries" else QUICK)
 
 
 PIECES = {
@@ -199,7 +208,7 @@ def test_several_blocks(layout, is_causal, segments):
 
 
 def test_bfloat16_is_as_exact_as_on_one_device():
-    case = Case(128, 2, 2, 2, 32, segment_lengths=(8, 128), dilation_rates=(1, 2), is_causal=True)
+    case = Case(128, 2, 2, 2, 32, segment_lengths=(128,), dilation_rates=(2,), is_causal=True)
     contenders = {
         size: with_gradients(attention, case.pattern, compiler_options=QUICK, is_causal=True)
         for size, attention in ((1, rj.dilated_attention), (8, on_ring(RingCase(case, 8, "zigzag").ring)))
@@ -224,7 +233,7 @@ CASE = Case(64, segment_lengths=(64,), dilation_rates=(2,), group=2, is_causal=T
 
 
 def transformed(how: str):
-    attention = on_ring(RingCase(CASE, 4, "zigzag", "ring").ring)
+    attention = on_ring(RingCase(CASE, 4, "zigzag" if how == "vmap" else "contiguous", "ring").ring)
     f = lambda q, k, v: attention(q, k, v, CASE.pattern, is_causal=True)  # noqa: E731
     f = jax.checkpoint(f) if how == "checkpoint" else f
 
