@@ -66,7 +66,7 @@ def failure(command, num_processes, **options):
     return caught.value, time.monotonic() - start
 
 
-@pytest.mark.parametrize(("num_processes", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("num_processes", "devices"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
 def test_ring_over_processes(num_processes, devices):
     results = run_processes(python(JOIN, RING), num_processes, devices_per_process=devices)
     assert [(result.rank, result.returncode) for result in results] == [(rank, 0) for rank in range(num_processes)]

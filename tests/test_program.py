@@ -25,7 +25,7 @@ def temporaries(compiled) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradient_memory_is_linear_and_small(is_causal):
     small, _ = compiled_gradient(8192, is_causal)
     large, inputs = compiled_gradient(32768, is_causal)

@@ -20,10 +20,19 @@ def test_public_symbols_are_documented_with_an_example(name):
     assert doctest.DocTestParser().get_examples(text), f"{name} has no example"
 
 
-def test_import_starts_no_backend_and_writes_no_environment():
-    code = (
-        "import os; before = dict(os.environ); import ringjax; assert dict(os.environ) == before\n"
-        "import jax\n"
-        "jax.config.update('jax_num_cpu_devices', 3); assert jax.device_count() == 3"  # only before a backend starts
-    )
+def test_importing_and_planning_start_no_backend_and_write_no_environment():
+    """One process for all of it: starting one is what it costs."""
+    code = """
+import os, sys
+before = dict(os.environ)
+import ringjax as rj
+assert "flax" not in sys.modules
+import ringjax.rehearse.compile, ringjax.rehearse.resources, ringjax.rehearse.schedule
+assert not {"libtpu", "jax_cuda12_plugin"} & set(sys.modules)
+rj.plan(rj.DilationPattern((64,), (1,)), seq_len=64, num_heads=4, head_dim=8, ring_size=2).to_dict()
+assert dict(os.environ) == before
+import jax
+jax.config.update("jax_num_cpu_devices", 3)  # only before a backend starts
+assert jax.device_count() == 3
+"""
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
