@@ -77,13 +77,14 @@ CASES = {
         Case("grouped, batch 2", "tpu:v5p:4x4x4", job(8 * M, "4K/1,T/32", heads=32, num_kv_heads=8, batch=2)),
         Case("three on rings", "tpu:v5p:2x2x4", job(2 * M, "256K/4,1M/16,T/64", heads=16, num_kv_heads=8)),
         Case("two on rings, grouped", "tpu:v5p:2x2x2", job(M, "256K/2,T/8", heads=16, num_kv_heads=4, **OPEN)),
+        Case("two on rings, causal", "tpu:v6e:4x4", job(2 * M, "512K/4,T/16", heads=32, num_kv_heads=8)),
         # what follows was compiled after the model in `ringjax/memory.py` was made
         Case("five, geometric", "tpu:v5p:2x2x2", job(2 * M, "2K/1,8K/2,32K/4,128K/8,T/16")),
         Case("dense, grouped", "tpu:v6e:4x4", job(2 * M, "T/1", heads=16, num_kv_heads=4)),
         Case("two branches, batch 2", "tpu:v5e:4x4", job(M, "8K/2,T/16", heads=16, batch=2, **OPEN)),
         Case("local and gathered", "tpu:v5p:4x4x4", job(8 * M, "2K/1,T/64", heads=32, strategy="gather")),
         Case("local, two on rings", "tpu:v6e:4x4", job(2 * M, "2K/1,512K/8,T/64", heads=16)),
-        Case("two on rings, causal", "tpu:v6e:4x4", job(2 * M, "512K/4,T/16", heads=32, num_kv_heads=8)),
+        Case("three on rings, open", "tpu:v5p:2x2x4", job(2 * M, "256K/2,1M/8,T/32", heads=16, **OPEN)),
     ],
 }
 

@@ -109,28 +109,26 @@ def _on_tpu(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> M
     kv_heads = request.kv_heads // request.head_shards
     rows, sums = a.q + 2 * a.k, a.q_sums + 2 * a.k_sums
     numbers = a.k_sums if request.group > 1 else a.q_sums / kv_heads  # one a row, padded to the width of a head
-    shares = [b.rows / (request.shard_length * kv_heads) for b in branches if b.rows and not b.shard]
+    whole = request.shard_length * kv_heads
+    merging = a.q_sums / kv_heads if request.group > 1 else 0.0  # grouped queries, a head at a time
+    local = [b.rows / whole for b in branches if b.rows and not b.shard]
     travelling = _travelling(request, branches)
     laid_out = a.q + rows if travelling else 0  # query, key, value and output or cotangent, as a ring takes them
     forward, gradient = [float(a.q_sums + a.q)], [float(sums)]
-    for i, share in enumerate(shares):
-        one_head = share * a.q_sums / kv_heads
-        merging = 3 * one_head + share * numbers if request.group > 1 else 0.0
-        forward += [share * (rows + a.q_sums) + (i > 0) * a.q_sums, (1 + share) * a.q_sums + merging]
-        adding = (1 + share + share / kv_heads) * sums + numbers
-        gradient.append(adding + sum(shares[i + 1 :]) * rows + laid_out)
-    if len({b.rate for b in branches if b.rows}) > 1:  # sums are laid out anew
-        forward.append(2 * a.q_sums)
-    others = max(len({b.rate for b, _ in travelling}) - 1, 0)  # each rate on a ring has its own; all are made of bits
-    copied = rows if others else a.k if shares else 0  # bits, which stay where there are others, else of one array
+    for i, part in enumerate(local):
+        merged = a.q_sums + part * (a.q_sums + 3 * merging + (request.group > 1) * numbers)
+        forward += [part * (rows + a.q_sums) + (i > 0) * a.q_sums, merged]
+        added = sums + part * (1 + 1 / kv_heads) * sums + numbers
+        gradient.append(added + sum(local[i + 1 :]) * rows + laid_out)
+    others = max(len({b.rate for b, _ in travelling}) - 1, 0)
+    copied = rows if others else a.k if local else 0  # bits before they are laid out: all where several rings need them
     kept = others * rows + (laid_out if others else 0)
+    if len({b.rate for b in branches if b.rows}) > 1:  # sums are laid out anew
+        forward.append(2 * a.q_sums + (rows + copied if others else 0))
     for branch, size in travelling:
         copies = _copies(branch)
-        merging = (
-            4 * branch.rows / (request.shard_length * kv_heads) * a.q_sums / kv_heads if request.group > 1 else 0.0
-        )
         meeting = copies * size.keys + size.queries + size.query_sums
-        forward.append(a.q_sums + rows + copied + max(meeting, merging))
+        forward.append(a.q_sums + rows + copied + max(meeting, 4 * branch.rows / whole * merging))
         keys_move = branch.where == "gather" or branch.moves == "keys"
         moving = (size.keys, size.key_sums) if keys_move else (2 * size.queries, size.query_sums)
         around = (copies + 1) * sum(moving) + size.keys + size.queries
