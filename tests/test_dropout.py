@@ -41,9 +41,11 @@ KEY = jax.random.key(5)
 
 def weights(q, k, case: Case, **options):
     """The attention weights (B, N, T, T): the attention over values that are unit vectors, T dims at a time."""
-    ones = jnp.broadcast_to(jnp.eye(case.length)[None, :, None], (case.batch, case.length, case.kv_heads, case.length))
-    wide = [jnp.pad(x, [(0, 0)] * 3 + [(0, case.length - case.dim)]) for x in (q, k)]
-    out = rj.dilated_attention(*wide, ones, case.pattern, **{**case.keywords(), "scale": 1.0, **options})
+    ones = np.broadcast_to(np.eye(case.length)[None, :, None], (case.batch, case.length, case.kv_heads, case.length))
+    wide = [np.pad(x, [(0, 0)] * 3 + [(0, case.length - case.dim)]) for x in (q, k)]
+    given = {**case.keywords(), "scale": 1.0, **options}
+    attend = jax.jit(lambda *x: rj.dilated_attention(*x, case.pattern, **given), compiler_options=QUICK)
+    out = attend(*wide, ones.astype(np.float32))
     return np.asarray(out.transpose(0, 2, 1, 3))
 
 
@@ -94,7 +96,7 @@ def each(cases):
 
 @pytest.mark.parametrize("name", each(CASES))
 def test_equals_oracle(name):
-    assert_equals_oracle(CASES[name], (WIDE, NARROW) if name == "causal" else (WIDE,))
+    assert_equals_oracle(CASES[name], (WIDE, NARROW) if name == "causal" else (WIDE,), compiler_options=QUICK)
 
 
 @settings(max_examples=60, **RANDOM)
@@ -193,7 +195,7 @@ def test_rate_0_is_the_same_program_and_keys_are_arguments():
     assert str(plain) == str(off)
     traces = []
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=QUICK)
     def drawn(q, k, v, rng):
         traces.append(1)
         return attend(q, k, v, dropout_rate=0.5, dropout_rng=rng)
@@ -276,10 +278,13 @@ def test_stock_layers_drop_by_our_rule():
     parameters = stock.init({"params": KEY, "dropout": KEY}, X)
     p = parameters["params"]
     q, k, v = (jnp.einsum("btf,fnh->btnh", X, p[name]["kernel"]) for name in ("query", "key", "value"))
-    out = rj.reference_attention(q, k, v, pattern, is_causal=True, dropout_rate=0.3, dropout_rng=KEY)
+    options = {"is_causal": True, "dropout_rate": 0.3, "dropout_rng": KEY}
+    oracle = jax.jit(lambda *x: rj.reference_attention(*x, pattern, **options), compiler_options=QUICK)
+    out = oracle(q, k, v)
     out = jnp.einsum("btnh,nhf->btf", out, p["out"]["kernel"])
     assert out.shape == (BATCH, LENGTH, FEATURES)
-    assert error(stock.apply(parameters, X, dropout_rng=KEY), out) < 2e-6
+    apply = jax.jit(lambda p, x, key: stock.apply(p, x, dropout_rng=key), compiler_options=QUICK)
+    assert error(apply(parameters, X, KEY), out) < 2e-6
 
 
 def logits_of(config, ring=None):

@@ -23,7 +23,9 @@ SLOW = pytest.mark.slow
 )
 def test_low_precision_error_is_that_of_the_naive_computation(dtype, is_causal, rule):
     case = Case(160, 2, 2, 2, 32, segment_lengths=(32, 160), dilation_rates=(1, 2), rule=rule, is_causal=is_causal)
-    ours, theirs = low_precision_errors(case, dtype)
+    # one of them is compiled as users compile
+    options = None if (dtype, is_causal) == (jnp.bfloat16, True) else QUICK
+    ours, theirs = low_precision_errors(case, dtype, compiler_options=options)
     assert (ours > 0).all()
     assert ours[0] <= 2 * theirs[0]
     assert (ours[1:] <= 3 * theirs[1:]).all(), (ours, theirs)
@@ -35,7 +37,7 @@ def test_extreme_logits_are_finite_and_right(is_causal):
     q, k, v, g = case.arrays(np.float32)
     ours, oracle = (
         with_gradients(f, case.pattern, compiler_options=options, is_causal=is_causal, scale=1.0)
-        for f, options in ((rj.dilated_attention, None), (rj.reference_attention, QUICK))
+        for f, options in ((rj.dilated_attention, QUICK), (rj.reference_attention, QUICK))
     )
     for size in (1e4, -1e4):
         pushed = (q.at[..., 0].set(size), k.at[..., 0].set(jnp.sign(k[..., 0])), v, g)
@@ -50,10 +52,11 @@ def test_all_masked_rows_are_zero():
     q, k, v, g = case.arrays(np.float32)
     ids = jnp.full((case.batch, case.length), -1, jnp.int32).at[0, 5].set(0)
     masked = {"segment_ids": ids, "is_causal": True}
-    for x in run(rj.dilated_attention, (q, k, v, g), case.pattern, **masked, compiler_options=QUICK):
+    found = run(rj.dilated_attention, (q, k, v, g), case.pattern, **masked, compiler_options=QUICK)
+    for x in found:
         assert np.isfinite(x).all()
         assert not np.asarray(x)[1].any()
-    out = rj.dilated_attention(q, k, v, case.pattern, segment_ids=ids)
+    out = found[0]
     assert error(out[0, 5], v[0, 5]) < 1e-6  # sees itself only
     assert not np.delete(np.asarray(out[0]), 5, axis=0).any()
 
@@ -63,7 +66,7 @@ def test_all_masked_rows_are_zero():
 def test_one_token(is_causal, rates):
     case = Case(length=1, dilation_rates=rates)
     q, k, v, g = case.arrays(np.float32)
-    out, dq, dk, dv = run(rj.dilated_attention, (q, k, v, g), case.pattern, is_causal=is_causal)
+    out, dq, dk, dv = run(rj.dilated_attention, (q, k, v, g), case.pattern, is_causal=is_causal, compiler_options=QUICK)
     assert error(out, v) < 1e-6
     assert error(dv, g) < 1e-6
     assert error(dq, jnp.zeros_like(q)) < 1e-6
