@@ -51,7 +51,7 @@ class Request(NamedTuple):
         """Most rows of a query block."""
         heads = self.kv_heads * self.group // self.head_shards
         size = self.batch * self.shard_length * heads * self.head_dim * accumulator(np.dtype(self.dtype)).itemsize
-        return QUERY_ROWS if self.ring_size == 1 else ring_query_rows(size)
+        return QUERY_ROWS if self.ring_size == 1 else ring_query_rows(size, self.ring_size)
 
 
 def branches_of(request: Request) -> list[Branch]:
