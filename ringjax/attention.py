@@ -6,6 +6,7 @@ Legend: ``B`` batch, ``T`` length, ``N`` query heads, ``K`` key/value heads, ``H
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import get_args
 
@@ -98,7 +99,10 @@ def dilated_attention(
     if all(ring.size(name) == 1 for name in ("axis_name", "batch_axis", "head_axis")):
         whole = jax.eval_shape(_grouped, query, key)
         dataclasses.replace(config, ring=place).plan(whole, ids is not None)  # checks the memory budget
-        return _on_one_device(config, shape, query, key, value, ids, words)
+        if not any(axis for x in (query, key, value) for axis in jax.typeof(x).sharding.spec):
+            return _on_one_device(config, shape, query, key, value, ids, words)
+        alone = functools.partial(_on_one_device, config, shape)  # explicit axes: shard_map takes them off the types
+        return _sharded(ring, alone, ring.spec(), (query, key, value), ids, words, not config.backend.is_interpreted)
 
     def local(query: Array, key: Array, value: Array, ids: Array | None, words: Array | None) -> Array:
         seeds = _seeds(words, query, ring.batch_axis, ring.head_axis)

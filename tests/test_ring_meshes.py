@@ -240,3 +240,10 @@ def test_mixed_mesh_and_layout_of_sharded_arrays():
     out = jax.jit(attention, compiler_options=QUICK)(*stored)
     oracle = jax.jit(lambda *x: rj.reference_attention(*x, pattern, is_causal=True), compiler_options=QUICK)
     assert error(rj.from_layout(out, "zigzag", 2), oracle(q, k, v)) <= 2e-6
+
+
+def test_ring_of_one_device_takes_arrays_of_its_explicit_mesh():
+    """As on a laptop, where `jax.make_mesh` has one device and explicit axes."""
+    mesh = explicit_mesh(1)
+    case = Case(length=64, segment_lengths=(64,), dilation_rates=(4,), is_causal=True, ids=True, seq_len=60)
+    assert_stored_equals_oracle(case, rj.Ring(mesh, layout="zigzag"), mesh)
