@@ -128,7 +128,7 @@ class Bench:
     ):
         self.quick, self.torch_python, self.peer_folder = quick, torch_python, peer_folder
         self.memory, self.shrink = memory, shrink
-        self.repeats, self.patience = (3, 12.0) if quick else (5, 60.0)  # repeats; seconds for all repeats of one
+        self.repeats, self.patience = (3, 12.0) if quick else (5, 45.0)  # repeats; seconds for all repeats of one
         self._workers: dict[tuple, Worker] = {}
         self._begin = time.perf_counter()
         first = Worker("jax_worker.py", devices=1 if on_cpu else None)

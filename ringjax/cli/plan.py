@@ -248,10 +248,12 @@ def _estimate_text(plan: Plan, guess: Estimate) -> str:
             hidden = f"{1 - time.exposed / time.link:.0%}" if time.link else ""
             cells = [seconds_text(x) for x in time]
             table.add_row(f"{branch.segment_length}/{branch.rate}", name, *cells, hidden)
+    is_sent = any(time.link for time in (*guess.forward, *guess.backward))
+    messages = f"{guess.hidden:.0%} of the time of messages hidden" if is_sent else "nothing is sent"
     total = (
         f"All: {seconds_text(guess.forward_seconds)} forward, {seconds_text(guess.training_seconds)} training "
-        f"({count_text(guess.tokens / guess.training_seconds)} tokens/s);\n{guess.hidden:.0%} of the time of messages "
-        f"hidden; bound by {guess.bound}. Real kernels reach a part of the peak."
+        f"({count_text(guess.tokens / guess.training_seconds)} tokens/s);\n{messages}; bound by {guess.bound}. "
+        "Real kernels reach a part of the peak."
     )
     return table_text(table) + "\n" + total
 
