@@ -35,8 +35,9 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	$(BIN)/mypy
 
+# compiling is most of what the examples cost
 doctest: $(VENV)/ready
-	$(BIN)/python -m pytest -q --doctest-modules ringjax
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q --doctest-modules ringjax
 
 # all benchmarks into one report, build/bench/report.md: quick, or all of it; BENCH="--parts ring,decode" runs some.
 # Peers: PyTorch lives in an environment of its own, ringattention in a folder of its own
