@@ -190,9 +190,13 @@ class Bench:
         contenders = {name: c for name, c in contenders.items() if self.has(c)}
         results = {name: Result() for name in contenders}
         self.say(f"{case.name}, {case.length:,} tokens, {case.mask}, {'fwd+bwd' if grad else 'fwd'}")
-        for name, contender in contenders.items():
-            self._try(results[name], lambda c=contender, n=name: self._prepare(results[n], c, n, case, grad))
-        self._check_equal(case, contenders, results)
+        with tempfile.TemporaryDirectory() as folder:
+            for number, (name, contender) in enumerate(contenders.items()):
+                path = Path(folder) / f"{number}.npz" if contender.is_same and len(contenders) > 1 else None
+                self._try(
+                    results[name], lambda c=contender, n=name, p=path: self._prepare(results[n], c, n, case, grad, p)
+                )
+            self._check_equal(case, contenders, results, Path(folder))
         for repeat in range(self.repeats):
             for name, contender in contenders.items():
                 first = results[name].facts.get("first_s", 0.0)
@@ -211,8 +215,10 @@ class Bench:
             return self.torch(contender.options.get("cores"))
         return self.jax(contender.devices, contender.options.get("cores"), contender.is_peer)
 
-    def _prepare(self, result: Result, contender: Contender, name: str, case: Case, grad: bool) -> None:
-        options = {"size": contender.devices, **contender.options}
+    def _prepare(
+        self, result: Result, contender: Contender, name: str, case: Case, grad: bool, path: Path | None
+    ) -> None:
+        options = {"size": contender.devices, "path": path and str(path), **contender.options}
         result.facts = self._of(contender).ask(
             "prepare", key=name, kind=contender.kind, case=case.to_dict(), grad=grad, **options
         )
@@ -227,23 +233,24 @@ class Bench:
             result.failure = str(failure)
             self.say(f"  {result.failure}")
 
-    def _check_equal(self, case: Case, contenders: Mapping[str, Contender], results: dict[str, Result]) -> None:
+    def _check_equal(
+        self, case: Case, contenders: Mapping[str, Contender], results: dict[str, Result], folder: Path
+    ) -> None:
+        """Outputs that were saved, each in a file of its contender's number, against the first."""
         expected: list[np.ndarray] = []
-        with tempfile.TemporaryDirectory() as folder:
-            for name, contender in contenders.items():
-                if results[name].failure or not contender.is_same:
-                    continue
-                path = Path(folder) / "out.npz"
-                self._of(contender).ask("save", key=name, path=str(path))
-                with np.load(path) as saved:
-                    found = [saved[key] for key in saved]
-                if contender.undo:
-                    found = contender.undo(found, expected)
-                expected = expected or found
-                error = largest_error(found, expected[: len(found)])
-                results[name].facts["error"] = error
-                if not error < EQUAL[case.dtype]:
-                    raise SystemExit(f"{name} differs by {error:.1e} in {case}: not the same computation")
+        for number, (name, contender) in enumerate(contenders.items()):
+            path = folder / f"{number}.npz"
+            if results[name].failure or not path.exists():
+                continue
+            with np.load(path) as saved:
+                found = [saved[key] for key in saved]
+            if contender.undo:
+                found = contender.undo(found, expected)
+            expected = expected or found
+            error = largest_error(found, expected[: len(found)])
+            results[name].facts["error"] = error
+            if not error < EQUAL[case.dtype]:
+                raise SystemExit(f"{name} differs by {error:.1e} in {case}: not the same computation")
 
     def close(self) -> None:
         for worker in self._workers.values():

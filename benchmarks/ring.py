@@ -24,7 +24,7 @@ def ring_of(size: int) -> Contender:
 def sizes(bench: Bench) -> list[Table]:
     """Time and memory of rings over those of one device, on the same cores."""
     rings = [p for p in (2, 4, 8) if bench.is_cpu or p <= bench.devices["number"]]
-    cases: list[Case] = [ring_case(32768)] if bench.quick else []
+    cases: list[Case] = [ring_case(16384)]
     if not bench.quick:
         cases = [x for length in (32768, 131072) for x in both_masks(ring_case(length))[::-1]]
     contenders = {"one": Contender("one device"), "heads": Contender("heads", devices=2)}
@@ -68,8 +68,8 @@ def sizes(bench: Bench) -> list[Table]:
 def cores(bench: Bench) -> Table:
     rows = []
     one = Contender("one device", options={"cores": [CORES[0]]})
-    for grad in (False, True):
-        case = ring_case(32768)
+    for grad in (True,) if bench.quick else (False, True):
+        case = ring_case(16384 if bench.quick else 32768)
         results = bench.race(case, grad, {"one": one, "two": ring_of(2)})
         seconds = {name: r.median for name, r in results.items()}
         row = {"tokens": case.length, "pass": passes(grad), "one core s": seconds["one"], "two cores s": seconds["two"]}
@@ -87,7 +87,7 @@ def dense_rings(bench: Bench) -> Table:
     """Dilated against dense ring attention of ringjax itself."""
     rows, size = [], 4
     for length in (8192,) if bench.quick else (8192, 32768):
-        for grad in (False, True):
+        for grad in (False,) if bench.quick else (False, True):
             pair = {"dilated": ring_case(length), "dense": dense(length)}
             results = {name: bench.race(case, grad, {"ring": ring_of(size)})["ring"] for name, case in pair.items()}
             sent = {name: sent_bytes(bench, case, size, grad) for name, case in pair.items()}
@@ -104,7 +104,7 @@ def ringattention(bench: Bench) -> list[Table]:
     if not bench.has(peer):
         return []
     for length in (8192,) if bench.quick else (8192, 32768):
-        for grad in (False, True):
+        for grad in (True,) if bench.quick else (False, True):
             case = dense(length)
             results = bench.race(case, grad, {"ringjax": ring_of(size), "peer": peer})
             shard = length // size * case.heads * case.dim * 4
