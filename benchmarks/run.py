@@ -2,7 +2,7 @@
 
     python benchmarks/run.py                                # the quick report: under 15 minutes on two cores
     python benchmarks/run.py --full                         # all of it: hours
-    python benchmarks/run.py --parts ring,scaling           # some parts; the rest of an earlier report is kept
+    python benchmarks/run.py --parts ring,compare:grouped   # some parts or tables; an earlier report is added to
     python benchmarks/run.py --report                       # write the report again from results.json
     python benchmarks/run.py --publish                      # copy it into docs/, and its figures into the README
 
@@ -34,7 +34,9 @@ def measure(bench: Bench, parts: list[str], save) -> None:
     """Runs parts one after the other, saving after each."""
     for part in parts:
         bench.say(f"== {part}")
-        found: list[Table] = importlib.import_module(part).tables(bench)
+        name, _, function = part.partition(":")
+        found = getattr(importlib.import_module(name), function or "tables")(bench)
+        found = [found] if isinstance(found, Table) else found
         for table in found:
             print("\n" + report.markdown(table), flush=True)
         save(part, found)
@@ -65,7 +67,7 @@ def main(part: str | None = None) -> None:
     parser.add_argument("--publish", action="store_true", help="only put the report of --out into docs/ and the README")
     options = parser.parse_args()
     parts = options.parts.split(",") if options.parts else list(PARTS if options.full else QUICK)
-    if unknown := [p for p in parts if p not in PARTS]:
+    if unknown := [p for p in parts if p.split(":")[0] not in PARTS]:
         parser.error(f"--parts must be of {', '.join(PARTS)}, got {unknown[0]!r}")
     options.out.mkdir(parents=True, exist_ok=True)
     stored = options.out / "results.json"

@@ -5,42 +5,50 @@ python benchmarks/scaling.py            # `make bench PARTS=scaling`
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from harness import Bench, Contender, Plot, Table, exponent, passes
 from workloads import Case, constant, reaching, ring_case
 
 ONE = Contender("one device")
 
 
-def lengths(bench: Bench) -> list[Table]:
-    """Constant work per token from 8K to 1M."""
-    longest = [8192, 65536, 1_048_576] if bench.quick else [2**i for i in range(13, 21)]
-    kinds = [(constant, True)] if bench.quick else [(constant, True), (constant, False), (reaching, True)]
-    found = []
-    for make, grad in kinds:
-        rows = []
-        for length in longest:
-            case = make(length)
-            result = bench.race(case, grad, {"ringjax": ONE}, memory=True)["ringjax"]
-            row = {"tokens": length, "s": result.median, "us per token": result.median / length * 1e6}
-            row |= {"MiB": result.bytes and result.bytes / 2**20, "program MiB": result.facts["device_bytes"] / 2**20}
-            row |= {"branches": len(case.branches), "compile s": result.facts["compile_s"]}
-            rows.append({**row, "GFLOP/s": case.flops(grad) / result.median / 1e9})
-        powers = {c: exponent(longest, [r[c] for r in rows]) for c in ("s", "MiB", "program MiB") if rows[0][c]}
-        rows.append({"tokens": "exponent", **powers})
-        title = f"8K to 1M tokens: {case.name}, {passes(grad)}"
-        about = (
-            f"Causal, 4 heads of 64, float32; at the longest, segments {list(case.segment_lengths)} with rates "
-            f"{list(case.dilation_rates)}. The exponent is that of the power law that fits best: 1 is linear. MiB is "
-            "the largest resident memory of the process during a run, inputs included; program MiB the compiler's "
-            "arguments, outputs and temporaries."
-        )
-        if make is reaching:
-            about += (
-                " The work per token is that of the first branch and a third more at any length; branches are added."
-            )
-        name = f"scaling-{case.name.split()[0]}-{'both' if grad else 'forward'}"
-        found.append(Table(name, title, about, rows, Plot("tokens", ["s"], "seconds")))
-    return found
+def lengths(bench: Bench, make: Callable[[int], Case], grad: bool) -> Table:
+    """One pattern, whose work per token is constant, from 8K to 1M."""
+    sizes = [8192, 65536, 1_048_576] if bench.quick else [2**i for i in range(13, 21)]
+    rows = []
+    for length in sizes:
+        case = make(length)
+        result = bench.race(case, grad, {"ringjax": ONE}, memory=True)["ringjax"]
+        row = {"tokens": length, "s": result.median, "us per token": result.median / length * 1e6}
+        row |= {"MiB": result.bytes and result.bytes / 2**20, "program MiB": result.facts["device_bytes"] / 2**20}
+        row |= {"branches": len(case.branches), "compile s": result.facts["compile_s"]}
+        rows.append({**row, "GFLOP/s": case.flops(grad) / result.median / 1e9})
+    powers = {c: exponent(sizes, [r[c] for r in rows]) for c in ("s", "MiB", "program MiB") if rows[0][c]}
+    rows.append({"tokens": "exponent", **powers})
+    about = (
+        f"Causal, 4 heads of 64, float32; at the longest, segments {list(case.segment_lengths)} with rates "
+        f"{list(case.dilation_rates)}. The exponent is that of the power law that fits best: 1 is linear. MiB is "
+        "the largest resident memory of the process during a run, inputs included; program MiB the compiler's "
+        "arguments, outputs and temporaries."
+    )
+    if make is reaching:
+        about += " The work per token is that of the first branch and a third more at any length; branches are added."
+    name = f"scaling-{case.name.split()[0]}-{'both' if grad else 'forward'}"
+    title = f"8K to 1M tokens: {case.name}, {passes(grad)}"
+    return Table(name, title, about, rows, Plot("tokens", ["s"], "seconds"))
+
+
+def constant_both(bench: Bench) -> Table:
+    return lengths(bench, constant, grad=True)
+
+
+def constant_forward(bench: Bench) -> Table:
+    return lengths(bench, constant, grad=False)
+
+
+def reaching_both(bench: Bench) -> Table:
+    return lengths(bench, reaching, grad=True)
 
 
 def branches(bench: Bench) -> Table:
@@ -150,7 +158,9 @@ def budget(bench: Bench) -> list[Table]:
 
 def tables(bench: Bench) -> list[Table]:
     """All that this part measures."""
-    return [*lengths(bench), branches(bench), compiling(bench), precision(bench), cache(bench), *budget(bench)]
+    growth = [constant_both] if bench.quick else [constant_both, constant_forward, reaching_both]
+    found = [measure(bench) for measure in (*growth, branches, compiling, precision, cache)]
+    return [*found, *budget(bench)]
 
 
 if __name__ == "__main__":
