@@ -92,7 +92,8 @@ def write_report(path: Path, facts: dict, tables: list[Table], pictures: str = "
     lines = [
         "# Benchmarks",
         "",
-        f"Measured {facts['when']} in {facts['minutes']:.0f} minutes by `{facts['command']}` on {facts['devices']}; "
+        f"Measured on {facts['devices']} by `make bench` and `make bench-full`, whole or in parts: below each table "
+        "stands when, with what, and whether its run was quick or full. The last one: "
         f"{machine['processor']}, {machine['cores']} cores, {machine['memory_GiB']} GiB; "
         f"Python {machine['python']}, {versions}.",
         "",

@@ -101,10 +101,10 @@ def main(part: str | None = None) -> None:
     def save(name: str, found: list[Table]) -> None:
         tables[name] = [dataclasses.replace(table, run=run) for table in found]
         facts["minutes"] = (time.perf_counter() - begin) / 60
-        new = [table for group in tables.values() for table in group]
-        kept = [table for table in earlier if table.name not in {x.name for x in new}]
-        report.write(stored, facts, [*new, *kept])
-        report.write_report(options.out / "report.md", facts, [*new, *kept])
+        new = {table.name: table for group in tables.values() for table in group}
+        all_tables = list({**{table.name: table for table in earlier}, **new}.values())
+        report.write(stored, facts, all_tables)
+        report.write_report(options.out / "report.md", facts, all_tables)
 
     try:
         measure(bench, parts, save)

@@ -131,7 +131,7 @@ def test_report(tmp_path):
     text = report.write_report(tmp_path / "report.md", *report.read(tmp_path / "results.json")).read_text()
     assert "| 4,096 | 0.50 | 0.93 † | 1.50 |\n| 8,192 | 1,234 | 1.25 |  |\n| mean | out of memory |  |  |" in text
     assert "† behind this peer" in text
-    assert "today in 3 minutes by `make bench` on CPU devices" in text
+    assert "Measured on CPU devices by `make bench` and `make bench-full`" in text
     assert (tmp_path / "some.png").stat().st_size > 5000
 
 
