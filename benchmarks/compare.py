@@ -101,7 +101,8 @@ def grouped(bench: Bench) -> Table:
     about = (
         "Peer: dilated-attention-pytorch 0.2.0, with PyTorch's own attention in the place of the xformers operator "
         'that it asks for. Each head has one branch (`heads="grouped"`). It divides a head by its sum over the whole '
-        "sequence, future included; that is undone before outputs are compared, and is part of its time."
+        "sequence, future included; that is undone before outputs are compared, and is part of its time. "
+        "Where one device is behind: as above, its matrix multiplies start and join threads."
     )
     return Table("grouped", "One branch per head, beside dilated-attention-pytorch", about, rows)
 
@@ -136,7 +137,7 @@ def ordinary(bench: Bench) -> Table:
     about = (
         "Dense attention as a special case, one segment and rate 1, beside `jax.nn.dot_product_attention` and "
         "PyTorch's `scaled_dot_product_attention`: the same outputs and gradients. PyTorch's is one hand-written "
-        "kernel, and is ahead of one device."
+        "kernel: where it is ahead, that is why."
     )
     return Table("dense", "Ordinary attention", about, rows)
 
