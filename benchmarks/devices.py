@@ -54,7 +54,8 @@ def tables(bench: Bench) -> list[Table]:
         f"On {what}. Causal, zigzag, {case.dtype}, heads 8 of {case.dim}. Peak: that of {peak}"
         + (" on all cores" if bench.is_cpu else ", dense, by its maker")
         + ". Flops are useful ones. Messages alone: their bytes over the measured bandwidth of a hop; what they cost: "
-        "the program less the same program without them, within the noise of two timings (so it may be below 0)."
+        "the program less the same program without them, within the noise of two timings (so it may be below 0); "
+        "how much is hidden is told only where the messages alone take longer than that noise."
     )
     return [Table("devices", "How well devices are used", about, rows)]
 

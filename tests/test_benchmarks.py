@@ -189,5 +189,7 @@ def test_devices_at_hand_are_used_by_one_process_in_half_precision():
     (table,) = devices.tables(bench)
     assert {row["devices"] for row in table.rows} == {1, 4}
     assert "bfloat16" in table.about
-    assert all(row["hop GB/s"] > 0 and 0 <= row["messages hidden"] <= 1 for row in table.rows if row["devices"] == 4)
+    for row in (row for row in table.rows if row["devices"] == 4):
+        assert row["hop GB/s"] > 0
+        assert row["messages hidden"] == "below the noise" or 0 <= row["messages hidden"] <= 1
     bench.close()
