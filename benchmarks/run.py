@@ -94,7 +94,8 @@ def main(part: str | None = None) -> None:
         "machine": machine(),
     }
     tables: dict[str, list[Table]] = {}
-    _, earlier = report.read(stored) if stored.exists() and options.parts else ({}, [])
+    before, earlier = report.read(stored) if stored.exists() and options.parts else ({}, [])
+    facts["versions"] = {**before.get("versions", {}), **versions}
     run = ", ".join([facts["when"], "full" if options.full else "quick", *map(" ".join, versions.items())])
     run += f"; all lengths divided by {options.shrink}: no measurement" if options.shrink > 1 else ""
 
