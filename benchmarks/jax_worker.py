@@ -69,9 +69,9 @@ def heads(case: Case, size: int, **_):
     return ringjax_on(case, rj.Ring(mesh, head_axis="heads")), Placement(mesh, PartitionSpec(None, "ring", "heads"))
 
 
-def ring(case: Case, size: int, layout: str | None = None, strategy: str = "auto", **_):
+def ring(case: Case, size: int, strategy: str = "auto", **_):
     mesh = Mesh(np.array(jax.devices()[:size]), ("ring",))
-    layout = layout or ("zigzag" if case.causal else "contiguous")
+    layout = "zigzag" if case.causal else "contiguous"
     chosen = rj.Ring(mesh, layout=layout, strategy=strategy)
     return ringjax_on(case, chosen), Placement(mesh, PartitionSpec(None, "ring"), layout, size)
 

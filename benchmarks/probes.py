@@ -46,7 +46,7 @@ def matmul_rate(size: int = 2048) -> float:
     return 2 * size**3 / min(seconds(multiply, matrix) for _ in range(5)) / 1e9
 
 
-def planned(case: dict, size: int, layout: str | None = None, **options) -> rj.Plan:
+def planned(case: dict, size: int, **options) -> rj.Plan:
     c = Case.from_dict(case)
     return rj.plan(
         pattern_of(c),
@@ -57,14 +57,15 @@ def planned(case: dict, size: int, layout: str | None = None, **options) -> rj.P
         dtype=c.dtype,
         ring_size=size,
         is_causal=c.causal,
-        layout=layout or ("zigzag" if c.causal else "contiguous"),
+        layout="zigzag" if c.causal else "contiguous",
         **options,
     )
 
 
-def sent_bytes(case: dict, size: int, grad: bool) -> int:
+def sent_bytes(case: dict, size: int, grad: bool, **options) -> int:
     """Bytes that a device sends, by the plan."""
-    return sum(b.sent(b.forward) + (b.sent(b.backward) if grad else 0) for b in planned(case, size).branches)
+    branches = planned(case, size, **options).branches
+    return sum(b.sent(b.forward) + (b.sent(b.backward) if grad else 0) for b in branches)
 
 
 def compile_facts(case: dict, size: int) -> dict:
@@ -166,9 +167,7 @@ def utilisation(case: dict, size: int, grad: bool, repeats: int) -> dict:
     kind = jax.devices()[0].device_kind.lower()
     name = next((DEVICES[x] for word, x in KINDS.items() if word in kind), None)
     peak = size * name.flops(c.dtype) if name else matmul_rate() * 1e9
-    sent = sum(
-        b.sent(b.forward) + (b.sent(b.backward) if grad else 0) for b in planned(case, size, strategy="ring").branches
-    )
+    sent = sent_bytes(case, size, grad, strategy="ring")
     found = {
         "seconds": took,
         "utilisation": c.flops(grad) / took / peak,

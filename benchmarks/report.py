@@ -21,8 +21,9 @@ def read(path: Path) -> tuple[dict, list[Table]]:
 
 def write(path: Path, facts: dict, tables: list[Table]) -> None:
     """All that was measured, not a number being null."""
-    text = json.dumps({"facts": facts, "tables": [dataclasses.asdict(t) for t in tables]}, indent=1, allow_nan=True)
-    path.write_text(text.replace("NaN", "null") + "\n")
+    numbers = lambda row: {c: None if isinstance(x, float) and math.isnan(x) else x for c, x in row.items()}  # noqa: E731
+    stored = [{**dataclasses.asdict(t), "rows": [numbers(row) for row in t.rows]} for t in tables]
+    path.write_text(json.dumps({"facts": facts, "tables": stored}, indent=1, allow_nan=False) + "\n")
 
 
 def text_of(value: Any, column: str) -> str:

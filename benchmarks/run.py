@@ -1,6 +1,6 @@
 """All benchmarks, or some parts, into one report: `report.md`, `results.json` and pictures.
 
-    python benchmarks/run.py                                # the quick report: under 15 minutes on two cores
+    python benchmarks/run.py                                # the quick report
     python benchmarks/run.py --full                         # all of it: hours
     python benchmarks/run.py --parts ring,compare:grouped   # some parts or tables; an earlier report is added to
     python benchmarks/run.py --report                       # write the report again from results.json
@@ -42,6 +42,12 @@ def measure(bench: Bench, parts: list[str], save) -> None:
         save(part, found)
 
 
+def is_known(part: str) -> bool:
+    """Whether there is such a part, and such a function in it where one is named."""
+    name, _, function = part.partition(":")
+    return name in PARTS and hasattr(importlib.import_module(name), function or "tables")
+
+
 def publish(stored: Path) -> None:
     """A stored report into the documents, and its figures into the README."""
     root = Path(__file__).parent.parent
@@ -67,7 +73,7 @@ def main(part: str | None = None) -> None:
     parser.add_argument("--publish", action="store_true", help="only put the report of --out into docs/ and the README")
     options = parser.parse_args()
     parts = options.parts.split(",") if options.parts else list(PARTS if options.full else QUICK)
-    if unknown := [p for p in parts if p.split(":")[0] not in PARTS]:
+    if unknown := [p for p in parts if not is_known(p)]:
         parser.error(f"--parts must be of {', '.join(PARTS)}, got {unknown[0]!r}")
     options.out.mkdir(parents=True, exist_ok=True)
     stored = options.out / "results.json"
