@@ -14,7 +14,7 @@ from workloads import Case
 def measured_cases(bench: Bench) -> list[Case]:
     """On accelerators 16,384 tokens for each device, and in the long run 131,072; less on CPU devices."""
     number = bench.devices["number"] if not bench.is_cpu else 2
-    each = ([8192] if bench.quick else [8192, 32768]) if bench.is_cpu else ([16384] if bench.quick else [16384, 131072])
+    each = ([4096] if bench.quick else [8192, 32768]) if bench.is_cpu else ([16384] if bench.quick else [16384, 131072])
     dim = 64 if bench.is_cpu else 128
     found = []
     for tokens in each:

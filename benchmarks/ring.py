@@ -8,6 +8,8 @@ accelerator's speed. On accelerators the same command uses the devices at hand.
 
 from __future__ import annotations
 
+import statistics
+
 from harness import Bench, Contender, Result, Table, cell, passes
 from workers import CORES
 from workloads import Case, both_masks, dense, ring_case
@@ -73,9 +75,19 @@ def cores(bench: Bench) -> Table:
         results = bench.race(case, grad, {"one": one, "two": ring_of(2)})
         seconds = {name: r.median for name, r in results.items()}
         row = {"tokens": case.length, "pass": passes(grad), "one core s": seconds["one"], "two cores s": seconds["two"]}
-        rows.append(row | {"times as fast": seconds["one"] / seconds["two"]})
-    about = "One device on one core, and a ring of two devices on two cores."
+        rows.append(row | {"times as fast": seconds["one"] / seconds["two"], "a matrix multiply": matmul_gain(bench)})
+    about = (
+        "One device on one core, and a ring of two devices on two cores; beside it, how much faster a large matrix "
+        "multiply is on two cores than on one: what the machine itself gives."
+    )
     return Table("cores", "Twice the cores", about, rows)
+
+
+def matmul_gain(bench: Bench) -> float:
+    """Rate of a matrix multiply on all cores over that on one: the median of interleaved runs."""
+    workers = bench.jax(), bench.jax(cores=[CORES[0]])
+    rates = [[w.ask("call", function="probes:matmul_rate")["result"] for w in workers] for _ in range(bench.repeats)]
+    return statistics.median(both / one for both, one in rates)
 
 
 def sent_bytes(bench: Bench, case: Case, size: int, grad: bool) -> int:

@@ -79,10 +79,12 @@ def sentences(tables: Sequence[Table]) -> list[str]:
 def summary(facts: dict, tables: Sequence[Table]) -> str:
     """The measured part of the README."""
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if name != "ringjax")
-    about = f"""All figures are from one report, [docs/benchmarks.md](docs/benchmarks.md), made by `make bench` (the
-first table and the growth with the length by `make bench-full`) on {facts["machine"]["cores"]} shared, noisy x86 cores
-without accelerator ({versions}). Repeats are interleaved, outputs and gradients compared first. “Against”, above 1:
-ringjax is faster, or holds less memory; † marks where it is behind, which the report explains."""
+    is_full = all(", full, " in table.run for table in tables)
+    command = "`make bench-full`" if is_full else "`make bench` and, where a table says full, `make bench-full`"
+    about = f"""All figures are from one report, [docs/benchmarks.md](docs/benchmarks.md), made by {command}
+on {facts["machine"]["cores"]} shared, noisy x86 cores without accelerator ({versions}).
+Repeats are interleaved, outputs and gradients compared first. “Against”, above 1: ringjax is faster, or holds less
+memory; † marks where it is behind, which the report explains."""
     rest = """Parts alone: `make bench BENCH='--parts ring'`. These are CPU devices: counts, work and waiting, not the
 speed of an accelerator. On GPUs and TPUs the same command measures the devices at hand, with their share of peak, the
 bandwidth of a hop and how much of the messages is hidden."""
