@@ -12,7 +12,6 @@ from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
@@ -123,7 +122,7 @@ def to_layout(
         raise ValueError(f"`length` must be at least that of the sequence, {given}, got {stored}.")
     if missing:
         x = lax.pad(x, jnp.asarray(fill, x.dtype), [(0, missing if a == axis else 0, 0) for a in range(x.ndim)])
-    return _take_chunks(x, rule.order(ring_size), axis)
+    return _stored(x, rule, ring_size, axis)
 
 
 def from_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, length: int | None = None) -> Array:
@@ -157,9 +156,7 @@ def from_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, length
     length = stored_length if length is None else whole_number("length", length, least=0)
     if length > stored_length:
         raise ValueError(f"`length` must be at most the stored length {stored_length}, got {length}.")
-    order = rule.order(ring_size)
-    in_sequence = _take_chunks(x, tuple(order.index(chunk) for chunk in range(len(order))), axis)
-    return lax.slice_in_dim(in_sequence, 0, length, axis=axis)
+    return lax.slice_in_dim(_in_sequence(x, rule, ring_size, axis), 0, length, axis=axis)
 
 
 def positions(layout: str, stored_length: int, ring_size: int) -> Array:
@@ -183,17 +180,32 @@ def positions(layout: str, stored_length: int, ring_size: int) -> Array:
     rule, ring_size = layout_named(layout), whole_number("ring_size", ring_size)
     stored_length = whole_number("stored_length", stored_length)
     _check_stored_length("`stored_length`", stored_length, rule, ring_size)
-    return _take_chunks(jnp.arange(stored_length, dtype=jnp.int32), rule.order(ring_size), axis=0)
+    return _stored(jnp.arange(stored_length, dtype=jnp.int32), rule, ring_size, axis=0)
 
 
-def _take_chunks(x: Array, order: tuple[int, ...], axis: int) -> Array:
-    """Cuts an axis in as many chunks as `order` names and takes them in that order."""
-    if order == tuple(sorted(order)):
+def _stored(x: Array, layout: Layout, ring_size: int, axis: int) -> Array:
+    """The chunks of `axis` in stored order: those of the first half, each followed by its mirror in the second.
+
+    Slices and reversals, unlike a gather, have gradients on explicit meshes, and gradients that cost no scatter.
+    """
+    if layout.chunks == 1 or ring_size == 1:
         return x
-    chunk = x.shape[axis] // len(order)
-    chunks = x.reshape(*x.shape[:axis], len(order), chunk, *x.shape[axis + 1 :])
-    taken = jnp.take(chunks, np.array(order, np.int32), axis, mode="clip", unique_indices=True)
-    return taken.reshape(x.shape)
+    near, far = _halves(x, (layout.chunks, ring_size), axis, axis)
+    return jnp.stack([near, jnp.flip(far, axis)], axis + 1).reshape(x.shape)
+
+
+def _in_sequence(x: Array, layout: Layout, ring_size: int, axis: int) -> Array:
+    """The inverse of `_stored`."""
+    if layout.chunks == 1 or ring_size == 1:
+        return x
+    near, far = _halves(x, (ring_size, layout.chunks), axis, axis + 1)
+    return jnp.stack([near, jnp.flip(far, axis)], axis).reshape(x.shape)
+
+
+def _halves(x: Array, chunks: tuple[int, int], axis: int, along: int) -> tuple[Array, Array]:
+    """Cuts `axis` into `chunks`, on two axes, and takes both entries of the axis `along`."""
+    cut = x.reshape(*x.shape[:axis], *chunks, x.shape[axis] // (chunks[0] * chunks[1]), *x.shape[axis + 1 :])
+    return lax.index_in_dim(cut, 0, along, keepdims=False), lax.index_in_dim(cut, 1, along, keepdims=False)
 
 
 def _array_and_axis(x: ArrayLike, axis: int) -> tuple[Array, int]:

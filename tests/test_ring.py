@@ -209,8 +209,10 @@ def test_several_blocks(layout, is_causal, segments):
     assert_ring_equals_oracle(RingCase(case, 2, layout, "ring"), WIDE, NARROW)
 
 
-def test_bfloat16_is_as_exact_as_on_one_device():
-    case = Case(128, 2, 2, 2, 32, segment_lengths=(128,), dilation_rates=(2,), is_causal=True)
+@pytest.mark.parametrize("segments", [(128,), pytest.param((16, 128), marks=SLOW)], ids=["one branch", "two branches"])
+def test_bfloat16_is_as_exact_as_on_one_device(segments):
+    rates = (1, 2)[-len(segments) :]
+    case = Case(128, 2, 2, 2, 32, segment_lengths=segments, dilation_rates=rates, is_causal=True)
     contenders = {
         size: with_gradients(attention, case.pattern, compiler_options=QUICK, is_causal=True)
         for size, attention in ((1, rj.dilated_attention), (8, on_ring(RingCase(case, 8, "zigzag").ring)))

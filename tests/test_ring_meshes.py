@@ -137,9 +137,10 @@ def test_own_shard_map(make_mesh, case):
     assert_stored_equals_oracle(case, ring, attention=in_shard_map(ring, head_axis="tensor"))
 
 
-def test_gradient_inside_own_shard_map():
+@pytest.mark.parametrize("segments", [(64,), pytest.param((16, 64), marks=SLOW)], ids=["one branch", "two branches"])
+def test_gradient_inside_own_shard_map(segments):
     """Of a weight that all devices share, and of keys that the batch shares: sums over devices come of themselves."""
-    case = Case(64, segment_lengths=(64,), dilation_rates=(2,), is_causal=True)
+    case = Case(64, segment_lengths=segments, dilation_rates=(1, 2)[-len(segments) :], is_causal=True)
     ring = rj.Ring(ring_mesh(2, 4, names=("data", "ring")), batch_axis="data", layout="zigzag")
     attend = functools.partial(rj.ring_dilated_attention, pattern=case.pattern, is_causal=True)
 

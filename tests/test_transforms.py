@@ -9,6 +9,7 @@ from jax import lax
 
 import ringjax as rj
 
+SLOW = pytest.mark.slow
 CASE = Case(length=40, kv_heads=2, group=2, segment_lengths=(8, 40), dilation_rates=(1, 3))
 ONE_BRANCH = Case(length=40, kv_heads=2, group=2, segment_lengths=(20,), dilation_rates=(2,))  # compiles sooner
 
@@ -76,12 +77,13 @@ def test_checkpoint(policy):
         assert error(x, y) < 2e-6
 
 
-def test_scan_over_layers():
-    q, k, v, g = ONE_BRANCH.arrays(np.float32)
+@pytest.mark.parametrize("case", [ONE_BRANCH, pytest.param(CASE, marks=SLOW)], ids=["one", "several"])
+def test_scan_over_layers(case):
+    q, k, v, g = case.arrays(np.float32)
     weights = jnp.array([0.5, 2.0])
 
     def attention(q, k, v):
-        return rj.dilated_attention(q, k, v, ONE_BRANCH.pattern)
+        return rj.dilated_attention(q, k, v, case.pattern)
 
     def scanned(q, k, v):
         return lax.scan(lambda x, w: (attention(w * x, k, v), None), q, weights)[0]
@@ -114,10 +116,13 @@ def test_residuals_are_inputs_output_and_lse_only():
     assert kept == q.size + k.size + v.size + q.size + q.size // CASE.dim + ids.size
 
 
-@pytest.mark.parametrize("is_causal", [True, pytest.param(False, marks=pytest.mark.slow)])
-def test_without_jit(is_causal):
+@pytest.mark.parametrize(
+    ("is_causal", "segments"),
+    [(True, (6,)), pytest.param(False, (6,), marks=SLOW), pytest.param(True, (3, 6), marks=SLOW)],
+)
+def test_without_jit(is_causal, segments):
     """Loops run in Python then, with Python's integers."""
-    case = Case(6, 1, 1, 1, 4, (6,), (2,), is_causal=is_causal)
+    case = Case(6, 1, 1, 1, 4, segments, (1, 2)[-len(segments) :], is_causal=is_causal)
     q, k, v, _ = case.arrays(np.float32)
     expected = by_definition(case, (q, k, v, np.ones_like(q)))
     with jax.disable_jit():

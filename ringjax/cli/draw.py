@@ -120,6 +120,7 @@ def _draw_coverage(figure: Any, job: Job) -> None:  # noqa: ANN401
     left.yaxis.get_major_locator().set_params(integer=True)
     bar = figure.colorbar(shown, ax=left, ticks=range(most + 1), pad=0.02)
     bar.ax.tick_params(labelsize=9)
+    bar.set_label("branches", fontsize=9)
     for i, branch in enumerate(reach):
         right.barh(i, branch.distance, height=0.62, color=_COLOURS[1 + i % 8])
         text = "every key" if branch.density == 1 else f"1 key in {round(1 / branch.density)}"
