@@ -198,14 +198,12 @@ class Bench:
                 )
             self._check_equal(case, contenders, results, Path(folder))
         for result in results.values():
-            if self.quick and result.facts.get("first_s", 0.0) > self.patience:
+            if result.facts.get("first_s", 0.0) > self.patience:
                 result.times.append(result.facts["first_s"])  # long enough for its start not to matter
         for repeat in range(self.repeats):
             for name, contender in contenders.items():
                 first = results[name].facts.get("first_s", 0.0)
-                if self.quick and first > self.patience:
-                    continue
-                if not results[name].failure and (repeat == 0 or first * (repeat + 1) <= self.patience):
+                if not results[name].failure and first * (repeat + 1) <= self.patience:
                     time.sleep(0.05)  # let the idle threads of one library go to sleep before the next is timed
                     self._try(results[name], lambda c=contender, n=name: self._time(results[n], c, n))
         for name, contender in contenders.items():

@@ -9,6 +9,7 @@ accelerator's speed. On accelerators the same command uses the devices at hand.
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 
 from harness import Bench, Contender, Result, Table, cell, passes
 from workers import CORES
@@ -139,12 +140,13 @@ def over(results: dict[str, Result], what: str) -> float | str | None:
     return None if peer.failure else peer.facts["device_bytes"] / results["ringjax"].facts["device_bytes"]
 
 
-def tables(bench: Bench) -> list[Table]:
+def tables(bench: Bench) -> Iterator[Table]:
     """All that this part measures."""
-    found = sizes(bench)
+    yield from sizes(bench)
     if bench.is_cpu and len(CORES) > 1:
-        found.append(cores(bench))
-    return [*found, dense_rings(bench), *ringattention(bench)]
+        yield cores(bench)
+    yield dense_rings(bench)
+    yield from ringattention(bench)
 
 
 if __name__ == "__main__":

@@ -31,15 +31,14 @@ QUICK = PARTS[:-1]
 
 
 def measure(bench: Bench, parts: list[str], save) -> None:
-    """Runs parts one after the other, saving after each."""
+    """Runs parts one after the other, saving after each table."""
     for part in parts:
         bench.say(f"== {part}")
         name, _, function = part.partition(":")
         found = getattr(importlib.import_module(name), function or "tables")(bench)
-        found = [found] if isinstance(found, Table) else found
-        for table in found:
+        for table in [found] if isinstance(found, Table) else found:
             print("\n" + report.markdown(table), flush=True)
-        save(part, found)
+            save(table)
 
 
 def is_known(part: str) -> bool:
@@ -99,19 +98,17 @@ def main(part: str | None = None) -> None:
         "versions": versions,
         "machine": machine(),
     }
-    tables: dict[str, list[Table]] = {}
     before, earlier = report.read(stored) if stored.exists() and options.parts else ({}, [])
+    tables = {table.name: table for table in earlier}
     facts["versions"] = {**before.get("versions", {}), **versions}
     run = ", ".join([facts["when"], "full" if options.full else "quick", *map(" ".join, versions.items())])
     run += f"; all lengths divided by {options.shrink}: no measurement" if options.shrink > 1 else ""
 
-    def save(name: str, found: list[Table]) -> None:
-        tables[name] = [dataclasses.replace(table, run=run) for table in found]
+    def save(table: Table) -> None:
+        tables[table.name] = dataclasses.replace(table, run=run)
         facts["minutes"] = (time.perf_counter() - begin) / 60
-        new = {table.name: table for group in tables.values() for table in group}
-        all_tables = list({**{table.name: table for table in earlier}, **new}.values())
-        report.write(stored, facts, all_tables)
-        report.write_report(options.out / "report.md", facts, all_tables)
+        report.write(stored, facts, list(tables.values()))
+        report.write_report(options.out / "report.md", facts, list(tables.values()))
 
     try:
         measure(bench, parts, save)

@@ -5,7 +5,7 @@ python benchmarks/scaling.py            # `make bench PARTS=scaling`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from harness import Bench, Contender, Plot, Table, exponent, passes
 from workloads import Case, constant, reaching, ring_case
@@ -156,11 +156,12 @@ def budget(bench: Bench) -> list[Table]:
     return [Table("budget", "Memory against a budget", about, rows)]
 
 
-def tables(bench: Bench) -> list[Table]:
+def tables(bench: Bench) -> Iterator[Table]:
     """All that this part measures."""
     growth = [constant_both] if bench.quick else [constant_both, constant_forward, reaching_both]
-    found = [measure(bench) for measure in (*growth, branches, compiling, precision, cache)]
-    return [*found, *budget(bench)]
+    for measure in (*growth, branches, compiling, precision, cache):
+        yield measure(bench)
+    yield from budget(bench)
 
 
 if __name__ == "__main__":
