@@ -1,6 +1,6 @@
 """Beside what a user would pick instead, on this machine: PyTorch and JAX, dilated and dense.
 
-    python benchmarks/compare.py --torch-python .venv-torch/bin/python        # `make bench PARTS=compare`
+    python benchmarks/compare.py --torch-python .venv-torch/bin/python        # `make bench BENCH="--parts compare"`
 
 Outputs and gradients are compared first wherever the definition is the same. A ratio above 1 means that ringjax is
 faster, or holds less. GFLOP/s count useful work only.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-from harness import Bench, Contender, Plot, Result, Table, cell, geometric_mean, passes
+from harness import Bench, Contender, Plot, Result, Table, cell, geometric_mean, largest_spread, passes
 from workloads import GROUPED_LONG, GROUPED_SHORT, IMPLEMENTATIONS, LONG, LONGEST, SHORT, Case, both_masks, dense
 
 ONE, RING = Contender("one device"), Contender("ring", devices=2)
@@ -73,7 +73,7 @@ def dilated(bench: Bench) -> Table:
                 "dense PyTorch over ours": ratio(results, "dense PyTorch"),
                 "GFLOP/s": rate,
                 "share of a matrix multiply": rate / matmul_rate(bench),
-                "spread": max(r.spread for r in results.values() if r.times),
+                "spread": largest_spread(results),
             }
         )
     columns = ("against PyTorch", "ring of 2 against PyTorch", "memory against PyTorch")

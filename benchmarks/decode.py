@@ -1,6 +1,6 @@
 """The decoding cache beside a dense one, at 32,768 and at 1,048,576 tokens of context.
 
-python benchmarks/decode.py            # `make bench PARTS=decode`
+python benchmarks/decode.py            # `make bench BENCH="--parts decode"`
 """
 
 from __future__ import annotations

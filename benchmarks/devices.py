@@ -2,7 +2,7 @@
 
 The same command on GPUs and TPUs, where it uses the devices at hand, and on CPU devices, where it shows that it works.
 
-    python benchmarks/devices.py            # `make bench PARTS=devices`
+    python benchmarks/devices.py            # `make bench BENCH="--parts devices"`
 """
 
 from __future__ import annotations

@@ -66,8 +66,8 @@ class Result:
 
     @property
     def spread(self) -> float:
-        """Largest less smallest time, over the median."""
-        return (max(self.times) - min(self.times)) / self.median if self.times else math.nan
+        """Largest less smallest time, over the median; of a single run, not a number."""
+        return (max(self.times) - min(self.times)) / self.median if len(self.times) > 1 else math.nan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,6 +270,11 @@ def geometric_mean(ratios: Iterable[float]) -> float:
     """The mean of ratios; of none, not a number."""
     logarithms = [math.log(ratio) for ratio in ratios if ratio and not math.isnan(ratio)]
     return math.exp(statistics.fmean(logarithms)) if logarithms else math.nan
+
+
+def largest_spread(results: Mapping[str, Result]) -> float:
+    """Of those who ran more than once; not a number where nobody did."""
+    return max((r.spread for r in results.values() if not math.isnan(r.spread)), default=math.nan)
 
 
 def exponent(sizes: Sequence[float], figures: Sequence[float]) -> float:

@@ -1,6 +1,6 @@
 """Rings of CPU devices: against one device, against sharded heads, against dense rings of ours and of others.
 
-    python benchmarks/ring.py            # `make bench PARTS=ring`
+    python benchmarks/ring.py            # `make bench BENCH="--parts ring"`
 
 CPU devices hand data over through shared memory and share the cores: this shows counts, work and waiting, and no
 accelerator's speed. On accelerators the same command uses the devices at hand.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from harness import Bench, Contender, Result, Table, cell, passes
+from harness import Bench, Contender, Result, Table, cell, largest_spread, passes
 from workers import CORES
 from workloads import Case, both_masks, dense, ring_case
 
@@ -44,7 +44,7 @@ def sizes(bench: Bench) -> list[Table]:
                 "one device s": results["one"].median,
             }
             row |= {f"ring of {p}": results[f"{p}"].median / best for p in rings}
-            times.append({**row, "spread": max(r.spread for r in results.values())})
+            times.append({**row, "spread": largest_spread(results)})
             row = {name: row[name] for name in ("tokens", "mask", "pass")}
             one = results["one"].facts["device_bytes"]
             row["one device MiB"] = one / 2**20

@@ -1,6 +1,6 @@
 """How time, memory, program and error grow with the length, the ring and the branches.
 
-python benchmarks/scaling.py            # `make bench PARTS=scaling`
+python benchmarks/scaling.py            # `make bench BENCH="--parts scaling"`
 """
 
 from __future__ import annotations

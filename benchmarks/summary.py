@@ -61,7 +61,8 @@ def sentences(tables: Sequence[Table]) -> list[str]:
         f"Memory of all devices of a ring of 2, 4 or 8 over that of one device: {rings} (reference system on 2: 6.34).",
         "One device on one core against a ring of two on two cores: "
         f"{between(column(by_name['cores'], 'times as fast'))} times as fast.",
-        "From 8,192 to 1,048,576 tokens at constant work per token, forward and backward, time grows with exponent "
+        f"From {scaling.rows[0]['tokens']:,} to {scaling.rows[-2]['tokens']:,} tokens at constant work per token, "
+        "forward and backward, time grows with exponent "
         f"{last(scaling, 's')}, memory with {last(scaling, 'program MiB')}.",
         "One million tokens with segments up to the whole sequence, causal, 4 heads of 64, forward and backward "
         f"(`make million`): {text_of(million['s'], '')} s, {text_of(million['peak GiB'], '')} GiB.",
