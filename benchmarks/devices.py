@@ -17,12 +17,10 @@ def measured_cases(bench: Bench) -> list[Case]:
     each = ([4096] if bench.quick else [8192, 32768]) if bench.is_cpu else ([16384] if bench.quick else [16384, 131072])
     dim = 64 if bench.is_cpu else 128
     found = []
-    for tokens in each:
-        length = tokens * number
+    for length in (tokens * number for tokens in each):
         found.append(Case("three branches", length, (2048, 4 * 2048, length), (1, 4, 16), dim=dim))
-        if bench.quick and bench.is_cpu:
-            continue
-        found.append(Case("dense", min(length, 4096 * number), (min(length, 4096 * number),), (1,), dim=dim))
+    if not (bench.quick and bench.is_cpu):
+        found.append(Case("dense", 4096 * number, (4096 * number,), (1,), dim=dim))
     return [bench.fit(case) for case in found]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import statistics
 import time
@@ -136,7 +137,8 @@ def budgets(case: dict, size: int, shares: list[float]) -> list[dict]:
         try:
             plan = planned(case, size, memory_budget=budget)
         except ValueError as problem:
-            rows.append({"budget": budget, "where": f"refused: {str(problem)[:120]}", "bytes": None})
+            needed = int(re.search(r"at least (\d+) bytes", str(problem))[1])
+            rows.append({"budget": budget, "where": f"refused: {needed / 2**20:.1f} MiB needed", "bytes": None})
             continue
         mesh = ring_mesh(jax.devices()[:size])
         ring = rj.Ring(mesh, layout="zigzag" if c.causal else "contiguous", memory_budget=budget)

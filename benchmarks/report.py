@@ -26,6 +26,15 @@ def write(path: Path, facts: dict, tables: list[Table]) -> None:
     path.write_text(json.dumps({"facts": facts, "tables": stored}, indent=1, allow_nan=False) + "\n")
 
 
+def with_table(tables: list[Table], table: Table, after: str | None) -> list[Table]:
+    """The tables with one replaced or, if it is new, added behind that of name `after`, or at the end."""
+    names = [t.name for t in tables]
+    if table.name in names:
+        return [table if t.name == table.name else t for t in tables]
+    at = names.index(after) + 1 if after else len(names)
+    return [*tables[:at], table, *tables[at:]]
+
+
 def text_of(value: Any, column: str) -> str:
     """A cell; a ratio against a peer below 1 is marked."""
     if value is None or (isinstance(value, float) and math.isnan(value)):

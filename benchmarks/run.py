@@ -98,17 +98,18 @@ def main(part: str | None = None) -> None:
         "versions": versions,
         "machine": machine(),
     }
-    before, earlier = report.read(stored) if stored.exists() and options.parts else ({}, [])
-    tables = {table.name: table for table in earlier}
+    before, tables = report.read(stored) if stored.exists() and options.parts else ({}, [])
+    last = None  # saved in this run
     facts["versions"] = {**before.get("versions", {}), **versions}
     run = ", ".join([facts["when"], "full" if options.full else "quick", *map(" ".join, versions.items())])
     run += f"; all lengths divided by {options.shrink}: no measurement" if options.shrink > 1 else ""
 
     def save(table: Table) -> None:
-        tables[table.name] = dataclasses.replace(table, run=run)
+        nonlocal tables, last
+        tables, last = report.with_table(tables, dataclasses.replace(table, run=run), after=last), table.name
         facts["minutes"] = (time.perf_counter() - begin) / 60
-        report.write(stored, facts, list(tables.values()))
-        report.write_report(options.out / "report.md", facts, list(tables.values()))
+        report.write(stored, facts, tables)
+        report.write_report(options.out / "report.md", facts, tables)
 
     try:
         measure(bench, parts, save)

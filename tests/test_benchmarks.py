@@ -135,6 +135,14 @@ def test_report(tmp_path):
     assert (tmp_path / "some.png").stat().st_size > 5000
 
 
+def test_a_table_takes_its_place_in_the_report():
+    one, two, three = (harness.Table(name, name, "", []) for name in ("one", "two", "three"))
+    assert report.with_table([one, two], three, after="one") == [one, three, two]
+    assert report.with_table([one, two], three, after=None) == [one, two, three]
+    again = harness.Table("one", "one again", "", [])
+    assert report.with_table([one, two], again, after="two") == [again, two]
+
+
 @pytest.mark.parametrize("part", ["dance", "ring:dance"])
 def test_unknown_parts_are_refused(part):
     command = [sys.executable, str(BENCHMARKS / "run.py"), "--parts", f"scaling:cache,{part}"]
