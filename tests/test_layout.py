@@ -156,6 +156,18 @@ def test_constants_do_not_grow_with_the_length(layout, length):
     )
 
 
+@pytest.mark.parametrize("ring_size", [2, 8])
+@pytest.mark.parametrize("function", [to_layout, from_layout])
+def test_a_sharded_sequence_is_never_whole_on_a_device(function, ring_size):
+    mesh = jax.make_mesh((ring_size,), ("ring",), axis_types=(AxisType.Auto,))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
+    x = jax.ShapeDtypeStruct((1, 4096, 64), jnp.float32, sharding=sharding)
+    compiled = jax.jit(lambda x: function(x, "zigzag", ring_size), out_shardings=sharding).lower(x).compile()
+    assert "all-gather" not in compiled.as_text()
+    shard_bytes = 4096 * 64 * 4 // ring_size
+    assert compiled.memory_analysis().temp_size_in_bytes <= 3.1 * shard_bytes
+
+
 X = np.zeros((2, 12, 3))
 
 
