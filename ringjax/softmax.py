@@ -43,13 +43,17 @@ def empty_like(queries: Array) -> Partial:
 
 
 def merge(a: Partial, b: Partial) -> Partial:
-    """The partial over the keys of `a` and of `b` together."""
-    peak = _finite(jnp.maximum(a.lse, b.lse))
-    weight_a, weight_b = jnp.exp(a.lse - peak), jnp.exp(b.lse - peak)
-    total = weight_a + weight_b
-    safe = jnp.where(total > 0, total, 1)
-    out = a.out * (weight_a / safe)[..., None] + b.out * (weight_b / safe)[..., None]
-    return Partial(out, jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf))
+    """The partial over the keys of `a` and of `b` together.
+
+    The output steps from that of the heavier towards that of the lighter, by the lighter's share: exact where both
+    are equal, as where branches see the same keys, and where the lighter weighs nothing, however large it is.
+    """
+    peak, low = jnp.maximum(a.lse, b.lse), jnp.minimum(a.lse, b.lse)
+    lighter = jnp.exp(low - _finite(peak))  # the heavier weighs 1, unless both are empty
+    a_is_heavier = (a.lse >= b.lse)[..., None]
+    heavy, light = jnp.where(a_is_heavier, a.out, b.out), jnp.where(a_is_heavier, b.out, a.out)
+    out = heavy + (light - heavy) * (lighter / (1 + lighter))[..., None]
+    return Partial(out, peak + jnp.log1p(lighter))
 
 
 def start(queries: Array) -> Running:
