@@ -164,9 +164,8 @@ def test_a_sharded_sequence_is_never_whole_on_a_device(function, ring_size):
     x = jax.ShapeDtypeStruct((1, 4096, 64), jnp.float32, sharding=sharding)
     compiled = jax.jit(lambda x: function(x, "zigzag", ring_size), out_shardings=sharding).lower(x).compile()
     assert "all-gather" not in compiled.as_text()
-    shard_bytes = (
-        4096 * 64 * 4 // ring_size
-    )  # at most three are held: what arrives, what is sent on, what is put together
+    shard_bytes = 4096 * 64 * 4 // ring_size
+    # three shards at most: what arrives, what is sent on, what is put together
     assert compiled.memory_analysis().temp_size_in_bytes <= 3.1 * shard_bytes
 
 
