@@ -11,17 +11,30 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ringjax.block.cpu import KEY_ROWS
 from ringjax.block.kernel import Blocks, BlockSizes, ceil_div
-from ringjax.block.platform import PLATFORMS, refused
+from ringjax.block.platform import refused
+from ringjax.native import build
 
-Implementation = Literal["xla", "pallas", "interpret_tpu", "interpret_gpu"]
-Target = Literal["tpu", "gpu"]
-TARGETS: tuple[Target, ...] = ("tpu", "gpu")
-_PLATFORM = {"tpu": "tpu", "gpu": "cuda"}
-_DTYPES = {"tpu": ("bfloat16", "float32"), "gpu": ("bfloat16", "float16", "float32")}
-_MOST_DIM, _LEAST_DIM = 256, 16
-_LEAST_ROWS = 16  # fewer are not worth a kernel
-_LEAST_BLOCK = {"tpu": 128, "gpu": 16}  # lanes of a register; a tile of the tensor cores
+Implementation = Literal["xla", "pallas", "native", "interpret_tpu", "interpret_gpu"]
+Target = Literal["tpu", "gpu", "cpu"]
+TARGETS: tuple[Target, ...] = ("tpu", "gpu")  # of Pallas kernels
+_PLATFORM = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
+_DTYPES = {
+    "tpu": ("bfloat16", "float32"),
+    "gpu": ("bfloat16", "float16", "float32"),
+    "cpu": ("bfloat16", "float16", "float32", "float64"),
+}
+_OF_IMPLEMENTATION: dict[Implementation | None, tuple[Target, ...]] = {
+    None: (*TARGETS, "cpu"),
+    "pallas": TARGETS,
+    "native": ("cpu",),
+}
+_MOST_DIM = 256
+_LEAST_DIM = {"tpu": 16, "gpu": 16, "cpu": 1}
+_LEAST_ROWS = {"tpu": 16, "gpu": 16, "cpu": 1}  # fewer are not worth a kernel
+_LEAST_BLOCK = {"tpu": 128, "gpu": 16, "cpu": KEY_ROWS}  # lanes of a register; tile of tensor cores; tile in cache
+_CPU_ROWS = {"forward": 512, "gradient": 256}  # of a query block: all it holds stays in a core's second cache
 _SM_80 = 8.0  # Ampere
 
 Given = TypeVar("Given")
@@ -47,16 +60,13 @@ class Case(NamedTuple):
 
     def misfit(self, target: Target, sizes: BlockSizes | None = None) -> str:
         """Why the kernels of a target do not apply (with these block sizes), or ""."""
-        dtypes, least_block = _DTYPES[target], _LEAST_BLOCK[target]
+        dtypes, least_block, least_dim, least_rows = (x[target] for x in (_DTYPES, _LEAST_BLOCK, _LEAST_DIM, _LEAST_ROWS))
         block = least_block if sizes is None else min(dataclasses.astuple(sizes))
         ids_fit = not self.ids or jnp.can_cast(self.ids, jnp.int32)
         rules = {
             f"take {', '.join(dtypes)}, not {self.dtype}": self.dtype in dtypes,
-            f"take head dims from {_LEAST_DIM} to {_MOST_DIM}, not {self.head_dim}": (
-                _LEAST_DIM <= self.head_dim <= _MOST_DIM
-            ),
-            f"take at least {_LEAST_ROWS} selected rows per segment or chunk, not {self.rows}": self.rows
-            >= _LEAST_ROWS,
+            f"take head dims from {least_dim} to {_MOST_DIM}, not {self.head_dim}": least_dim <= self.head_dim <= _MOST_DIM,
+            f"take at least {least_rows} selected rows per segment or chunk, not {self.rows}": self.rows >= least_rows,
             f"take blocks of at least {least_block} rows, not {block}": block >= least_block,
             f"take segment ids that fit int32, not {self.ids}": ids_fit,
         }
@@ -64,6 +74,8 @@ class Case(NamedTuple):
 
     def blocks(self, target: Target, sizes: BlockSizes | None, *, is_gradient: bool, has_marks: bool = False) -> Blocks:
         """The blocks of a pass: as given, or by what compiles without spilling registers or memory."""
+        if target == "cpu":
+            return Blocks(_CPU_ROWS["gradient" if is_gradient else "forward"], KEY_ROWS)
         rows, least = (self.rows * self.group, self.rows), _LEAST_BLOCK[target]
         if sizes is not None:
             given = (sizes.grad_query, sizes.grad_key) if is_gradient else (sizes.query, sizes.key)
@@ -126,9 +138,9 @@ class Backend:
     """How a caller wants blocks to be run.
 
     Attributes:
-        implementation: None for the kernels of the platform where they apply; ``"xla"``, ``"pallas"``, or
-            ``"interpret_tpu"`` and ``"interpret_gpu"`` for kernels interpreted on any platform.
-        sizes: Block sizes of the kernels, or None for our own.
+        implementation: None for the kernels of the platform where they apply; ``"xla"``; ``"pallas"``, the kernels on TPU
+            and GPU; ``"native"``, those on CPU; or ``"interpret_tpu"`` and ``"interpret_gpu"`` for kernels interpreted on any platform.
+        sizes: Block sizes of the Pallas kernels, or None for our own.
     """
 
     implementation: Implementation | None = None
@@ -149,9 +161,10 @@ class Backend:
             target: Target = "tpu" if self.implementation == "interpret_tpu" else "gpu"
             self._check(case, (target,))
             return kernel(Kernels(target, self.sizes, interpret=True), given)
-        if self.implementation == "pallas":
-            self._check(case, TARGETS)
-        fitting = [target for target in TARGETS if not self._misfit(case, target)]
+        targets = _OF_IMPLEMENTATION[self.implementation]
+        if self.implementation is not None:
+            self._check(case, targets)
+        fitting = [target for target in targets if not self._misfit(case, target)]
         if not fitting:
             return xla(given)
         branches = {_PLATFORM[x]: functools.partial(kernel, Kernels(x, self.sizes)) for x in fitting}
@@ -160,10 +173,12 @@ class Backend:
 
     def _refused(self, case: Case, xla: Callable[[Given], Result], given: Given) -> Result:
         """What takes the place of `xla` where kernels are asked for on a platform that has none."""
-        misfits = "".join(f" ({reason})" for x in TARGETS if (reason := self._misfit(case, x)))
+        targets = _OF_IMPLEMENTATION[self.implementation]
+        misfits = "".join(f" ({reason})" for x in targets if (reason := self._misfit(case, x)))
+        checked = ', or "interpret_tpu" or "interpret_gpu" to check the kernels there' if "tpu" in targets else ""
         reason = (
-            f"`implementation={self.implementation!r}` has kernels for {' and '.join(PLATFORMS)} only{misfits}; use "
-            'None or "xla" elsewhere, or "interpret_tpu" or "interpret_gpu" to check the kernels there.'
+            f"`implementation={self.implementation!r}` has kernels for {' and '.join(_PLATFORM[x] for x in targets)} "
+            f'only{misfits}; use None or "xla" elsewhere{checked}.'
         )
         return xla(refused(given, reason))
 
@@ -171,6 +186,10 @@ class Backend:
         """Why the kernels of a target do not apply to a case on the devices at hand, or ""."""
         if target == "gpu" and not self.is_interpreted and _oldest_gpu() < _SM_80:
             return f"the gpu kernels need compute capability {_SM_80}, not {_oldest_gpu()}"
+        if target == "cpu":
+            if self.implementation is None and jax.default_backend() != "cpu":
+                return "another platform is the default"  # nothing is compiled in vain
+            return f"the cpu kernels are not there: {reason}" if (reason := build.why_not()) else case.misfit("cpu")
         return case.misfit(target, self.sizes)
 
     def _check(self, case: Case, targets: tuple[Target, ...]) -> None:

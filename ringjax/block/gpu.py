@@ -1,8 +1,6 @@
 """The local block on GPU: Triton kernels that find the rows of a branch where they stand.
 
-Arrays come as rows (rows, H) in any order: row ``m`` of a task is ``start + m * step``, counted in positions, and a
-position has ``heads`` columns. So the same kernels read dilated rows out of the dense sequence, with no copy of them,
-and rows that have travelled. A block has ``M`` query rows and ``S`` key rows.
+A block has ``M`` query rows and ``S`` key rows.
 """
 
 from __future__ import annotations
@@ -20,56 +18,9 @@ from jax.experimental.pallas import triton as plgpu
 from ringjax import softmax
 from ringjax.block.kernel import Look, dot, quotient
 from ringjax.block.platform import on_its_platform
+from ringjax.block.strided import How, Joint, Rows
 from ringjax.manual import shaped_like
 from ringjax.softmax import Partial, Running
-
-
-class Strides(NamedTuple):
-    """How the rows of a task stand.
-
-    Attributes:
-        step: Positions from one row to the next.
-        heads: Key/value heads of a position.
-        value_shift: Rows from a key to its value in one array of both; 0 for arrays of their own.
-    """
-
-    step: int
-    heads: int
-    value_shift: int
-
-
-class How(NamedTuple):
-    """The static side of a call: rules, strides, and whether to interpret the kernel, on any platform."""
-
-    look: Look
-    strides: Strides
-    interpret: bool
-
-
-class Joint(NamedTuple):
-    """What came out, for a backward pass: the cotangent (rows, H), the joint lse and delta (rows,)."""
-
-    dout: Array
-    lse: Array
-    delta: Array
-
-
-class Rows(NamedTuple):
-    """Queries (rows, H), keys and values (one array or two), and marks of positions (L, positions) or None.
-
-    Attributes:
-        query: The queries, not scaled.
-        kv: Keys, and values, or one array of both.
-        tasks: Position of the first query and of the first key of a task, and its head: (tasks, 3).
-        query_marks: What `Look.lines` compares, of queries.
-        key_marks: The same of keys.
-    """
-
-    query: Array
-    kv: tuple[Array, ...]
-    tasks: Array
-    query_marks: Array | None
-    key_marks: Array | None
 
 
 @functools.partial(jax.jit, static_argnames=("how",))
@@ -104,6 +55,14 @@ def _forward_kernel(tasks: Any, spans: Any, *refs: Any, at: _At) -> None:  # noq
         found = softmax.finish(state)
         at.write(out, own, found.out)
         plgpu.store(lse.at[own.where], found.lse, mask=own.is_there)
+
+
+def backward(
+    dq: Array, dkv: tuple[Array, ...], rows: Rows, joint: Joint, spans: Array, how: How
+) -> tuple[Array, tuple[Array, ...]]:
+    """Adds the gradients to `dq` (rows, H) and `dkv`, one array or two like `rows.kv`: a kernel for each of the two."""
+    dq = query_gradient(dq, rows, joint, spans, how)
+    return dq, key_gradient(dkv, rows, joint, how.look.key_spans(spans), how)
 
 
 @functools.partial(jax.jit, static_argnames=("how",))

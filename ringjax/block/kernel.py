@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
@@ -28,7 +27,7 @@ Line = Literal["same", "before"]
 
 @dataclasses.dataclass(frozen=True)
 class BlockSizes:
-    """Rows per block of the kernels on TPU and GPU, for `dilated_attention(..., block_sizes=...)`.
+    """Rows per block of the Pallas kernels on TPU and GPU, for `dilated_attention(..., block_sizes=...)`.
 
     Query rows are counted over all query heads that share a key/value head. A size is cut down where half of it holds
     all rows of a segment. Whether blocks fit into the memory of a kernel, its compiler says.
@@ -129,10 +128,10 @@ class Look:
         moved = tasks * self.rows * dim * (2 * self.group * (itemsize + 4) + 2 * self.query_blocks * itemsize)
         return pl.CostEstimate(flops=2 * multiplies * pairs * dim, transcendentals=pairs, bytes_accessed=moved)
 
-    def query_block_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """First row ``m`` and last row + 1 of each query block."""
-        first = np.arange(self.query_blocks, dtype=np.int32) * self.blocks.query
-        last = np.minimum(first + self.blocks.query, self.rows * self.group) - 1
+    def query_block_rows(self) -> tuple[Array, Array]:
+        """First row ``m`` and last row + 1 of each query block; computed, as a constant would grow with the length."""
+        first = jnp.arange(self.query_blocks, dtype=jnp.int32) * self.blocks.query
+        last = jnp.minimum(first + self.blocks.query, self.rows * self.group) - 1
         return first // self.group, last // self.group + 1
 
     def query_spans(self, counts: Array, is_needed: Array | None, ranges: Array | None) -> Array:
@@ -144,7 +143,7 @@ class Look:
             ranges: First and last + 1 of the key rows that a query block may see (heads, query blocks, 2), where
                 positions say so; else None, and order does.
         """
-        first, end = (jnp.asarray(x)[None, :] for x in self.query_block_rows())
+        first, end = (x[None, :] for x in self.query_block_rows())
         counts = counts[:, None]
         if ranges is not None:
             low, high = ranges[..., 0], ranges[..., 1]

@@ -1,7 +1,7 @@
 """The parts of branches that need no other device, by the kernels of a target: the counterpart of `ringjax.block.xla`.
 
 On TPU the selected rows are copied together first, in the form in which rows travel: a kernel there reads whole tiles,
-and docs/kernels.md compares the ways. On GPU the kernels read them where they stand.
+and docs/kernels.md compares the ways. On GPU and CPU the kernels read them where they stand.
 Legend: ``B`` batch, ``c`` rows that the device holds, ``K`` key/value heads, ``G`` query heads per key/value head,
 ``H`` head dim, ``m`` rows of a segment.
 """
@@ -14,10 +14,11 @@ import jax.numpy as jnp
 from jax import Array
 
 from ringjax import softmax
-from ringjax.block import gpu, meet
+from ringjax.block import meet
 from ringjax.block.backend import Kernels, case_of
 from ringjax.block.hops import KeyRows, Meeting, Queries, Visits
 from ringjax.block.kernel import Look
+from ringjax.block.strided import How, Joint, Rows, Strides
 from ringjax.block.walk import Walk
 from ringjax.block.xla import BlockOptions, Grads
 from ringjax.indices import PartTable
@@ -42,10 +43,11 @@ def forward(
     Returns:
         The merged partial, and with `keep_rows` the part's own rows (B * segments, m, heads * G * H).
     """
-    if kernels.target == "gpu" and not keep_rows:
+    kernel = meet.STRIDED.get(kernels.target)
+    if kernel is not None and not keep_rows:
         rows, strides, look, spans = _in_place(kernels, dense, table, options, is_gradient=False)
         flat = Partial(_rows(prior.out), prior.lse.reshape(-1))
-        part = gpu.forward(flat, rows, spans, gpu.How(look, strides, kernels.interpret))
+        part = kernel.forward(flat, rows, spans, How(look, strides, kernels.interpret))
         return Partial(*(x.reshape(y.shape) for x, y in zip(part, prior, strict=True))), None
     part_rows = _PartRows(dense, table, options)
     meeting = part_rows.meeting()
@@ -77,14 +79,13 @@ def backward(
     """
     delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
     lse = softmax.for_backward(lse)
-    if kernels.target == "gpu" and own is None:
+    kernel = meet.STRIDED.get(kernels.target)
+    if kernel is not None and own is None:
         rows, strides, look, spans = _in_place(kernels, dense, table, options, is_gradient=True)
-        joint = gpu.Joint(_rows(dout), lse.reshape(-1), delta.reshape(-1))
-        how = gpu.How(look, strides, kernels.interpret)
-        dq = gpu.query_gradient(_rows(prior.query), rows, joint, spans, how)
-        sums = _rows(prior.key), _rows(prior.value)
-        dk, dv = gpu.key_gradient(sums, rows, joint, look.key_spans(spans), how)
-        return Grads(*(x.reshape(y.shape) for x, y in zip((dq, dk, dv), prior, strict=True)))
+        joint = Joint(_rows(dout), lse.reshape(-1), delta.reshape(-1))
+        dq, dk, dv = (_rows(x) for x in prior)
+        dq, dkv = kernel.backward(dq, (dk, dv), rows, joint, spans, How(look, strides, kernels.interpret))
+        return Grads(*(x.reshape(y.shape) for x, y in zip((dq, *dkv), prior, strict=True)))
     part_rows = _PartRows(dense, table, options)
     meeting = part_rows.meeting()
     taken = [part_rows.taken(x, options.group) for x in (dout, lse, delta)]
@@ -97,8 +98,8 @@ def backward(
 
 
 class _Where(NamedTuple):
-    rows: gpu.Rows
-    strides: gpu.Strides
+    rows: Rows
+    strides: Strides
     look: Look
     spans: Array
 
@@ -124,8 +125,8 @@ def _in_place(kernels: Kernels, dense: Dense, table: PartTable, options: BlockOp
     start, head = jnp.broadcast_arrays(batch + segment + offsets[:, None, None], heads[:, None, None])
     tasks = jnp.stack([start.ravel(), start.ravel(), head.ravel()], axis=1)
     marks = None if dense.ids is None else dense.ids.reshape(1, -1).astype(jnp.int32)
-    rows = gpu.Rows(_rows(dense.query), (_rows(dense.key), _rows(dense.value)), tasks, marks, marks)
-    return _Where(rows, gpu.Strides(table.rate, options.kv_heads, 0), look, look.query_spans(counts, None, None))
+    rows = Rows(_rows(dense.query), (_rows(dense.key), _rows(dense.value)), tasks, marks, marks)
+    return _Where(rows, Strides(table.rate, options.kv_heads, 0), look, look.query_spans(counts, None, None))
 
 
 class _PartRows:

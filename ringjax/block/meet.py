@@ -9,12 +9,14 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from ringjax.block import gpu, tpu
+from ringjax.block import cpu, gpu, strided, tpu
 from ringjax.block.backend import Kernels, case_of
 from ringjax.block.hops import KeyRows, Meeting, Queries, Visits
 from ringjax.block.kernel import Line, Look
 from ringjax.block.tpu_call import Joint, Marks, Rows
 from ringjax.softmax import Partial
+
+STRIDED = {"gpu": gpu, "cpu": cpu}  # kernels that find rows where they stand
 
 
 def forward(kernels: Kernels, found: Partial, meeting: Meeting, counts: Array) -> Partial:
@@ -30,7 +32,7 @@ def forward(kernels: Kernels, found: Partial, meeting: Meeting, counts: Array) -
         else:
             flat, strides = _flat(queries, keys, chunks, marks, look)
             prior = Partial(_rows(found.out), found.lse.reshape(-1))
-            part = gpu.forward(prior, flat, spans, gpu.How(look, strides, kernels.interpret))
+            part = STRIDED[kernels.target].forward(prior, flat, spans, strided.How(look, strides, kernels.interpret))
             found = Partial(*(x.reshape(y.shape) for x, y in zip(part, found, strict=True)))
     return found
 
@@ -45,19 +47,18 @@ def backward(kernels: Kernels, sums: tuple[Array, Array], meeting: Meeting, coun
     marks = _marks(meeting, look)
     for which in range(len(meeting.visits.query)):
         chunks, spans = _where(meeting.visits, which, look, counts)
-        key_spans = look.key_spans(spans)
         if kernels.target == "tpu":
             rows = Rows(queries.q, keys.kv, chunks, spans, marks)
             joint = Joint(dout, jnp.stack([lse, delta], axis=2))
             dq = tpu.query_gradient(dq, rows, joint, look=look, interpret=kernels.interpret)
-            rows = rows._replace(spans=key_spans)
+            rows = rows._replace(spans=look.key_spans(spans))
             dkv = tpu.key_gradient(dkv, rows, joint, look=look, interpret=kernels.interpret)
         else:
             flat, strides = _flat(queries, keys, chunks, marks, look)
-            came_out = gpu.Joint(_rows(dout), lse.reshape(-1), delta.reshape(-1))
-            how = gpu.How(look, strides, kernels.interpret)
-            dq = gpu.query_gradient(_rows(dq), flat, came_out, spans, how).reshape(dq.shape)
-            dkv = gpu.key_gradient((_rows(dkv),), flat, came_out, key_spans, how)[0].reshape(dkv.shape)
+            came_out = strided.Joint(_rows(dout), lse.reshape(-1), delta.reshape(-1))
+            how, found = strided.How(look, strides, kernels.interpret), (_rows(dq), (_rows(dkv),))
+            new_dq, (new_dkv,) = STRIDED[kernels.target].backward(*found, flat, came_out, spans, how)
+            dq, dkv = new_dq.reshape(dq.shape), new_dkv.reshape(dkv.shape)
     return dq, dkv
 
 
@@ -108,15 +109,15 @@ def _marks(meeting: Meeting, look: Look) -> Marks | None:
 
 def _flat(
     queries: Queries, keys: KeyRows, chunks: Array, marks: Marks | None, look: Look
-) -> tuple[gpu.Rows, gpu.Strides]:
+) -> tuple[strided.Rows, strided.Strides]:
     """The same as rows in one file."""
     tasks, num_chunks = queries.q.shape[:2]
     task = jnp.arange(tasks, dtype=jnp.int32)
     starts = [(task * num_chunks + chunk) * look.rows for chunk in chunks]
     table = jnp.stack([*starts, jnp.zeros_like(task)], axis=1)
     lines = (None, None) if marks is None else (_lines(marks.query[..., :: look.group]), _lines(marks.key))
-    rows = gpu.Rows(_rows(queries.q), (_rows(keys.kv),), table, *lines)
-    return rows, gpu.Strides(1, 1, tasks * num_chunks * look.rows)
+    rows = strided.Rows(_rows(queries.q), (_rows(keys.kv),), table, *lines)
+    return rows, strided.Strides(1, 1, tasks * num_chunks * look.rows)
 
 
 def _lines(marks: Array) -> Array:

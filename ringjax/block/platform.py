@@ -17,7 +17,7 @@ from jax import Array
 from jax.extend import core
 from jax.interpreters import batching, mlir
 
-PLATFORMS = ("tpu", "cuda")
+PLATFORMS = ("tpu", "cuda")  # of Pallas kernels
 
 Given = TypeVar("Given")
 
@@ -26,7 +26,7 @@ def on_its_platform(platform: str, call: Callable[..., Sequence[Array]], *arrays
     """What `call(*arrays)` gives, traced and lowered for one platform only.
 
     Args:
-        platform: ``"tpu"`` or ``"cuda"``.
+        platform: ``"tpu"``, ``"cuda"`` or ``"cpu"``.
         call: Gives arrays of the types of its last `sums` arguments; it closes over no array.
         *arrays: Its arguments.
         sums: How many results it has.
@@ -71,6 +71,13 @@ def _lower(on: str | None) -> Callable[..., Any]:
     def rule(ctx: Any, *arrays: Any, platform: str, call: Callable[..., Sequence[Array]], sums: int) -> Any:  # noqa: ANN401
         if platform != on:
             return mlir.lower_fun(lambda *xs: [jnp.zeros_like(x) for x in xs[-sums:]])(ctx, *arrays)
+        if platform == "cpu":
+            if ctx.module_context.lowering_parameters.for_export:
+                raise NotImplementedError(
+                    'The kernels on CPU are compiled where they run and cannot be exported: use `implementation="xla"`, '
+                    "or set RINGJAX_NATIVE=0 to leave CPUs to plain XLA, with kernels on other platforms."
+                )
+            return mlir.lower_fun(call)(ctx, *arrays)
         # Kernels on TPU have no 64-bit numbers. JAX warns that its Triton lowering is to go: no caller can help it.
         with jax.enable_x64(False), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
@@ -90,7 +97,7 @@ def _lower(on: str | None) -> Callable[..., Any]:
 
 batching.primitive_batchers[_kernel] = _batched
 mlir.register_lowering(_kernel, _lower(None))
-for _platform in PLATFORMS:
+for _platform in (*PLATFORMS, "cpu"):
     mlir.register_lowering(_kernel, _lower(_platform), platform=_platform)
 
 _refuse = core.Primitive("ringjax_refuse")

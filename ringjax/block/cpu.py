@@ -1,0 +1,66 @@
+"""The local block on CPU: the kernels of `ringjax.native`, which find the rows of a branch where they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from ringjax.block.platform import on_its_platform
+from ringjax.block.strided import How, Joint, Rows
+from ringjax.manual import alike, shaped_like
+from ringjax.softmax import Partial
+
+KEY_ROWS = 64  # of a block, as the kernels are written
+
+
+def forward(prior: Partial, rows: Rows, spans: Array, how: How) -> Partial:
+    """Merges what the queries of all tasks find among their keys into `prior`, (rows, H) and (rows,)."""
+    return Partial(*_call("forward", (*_inputs(rows, spans), *prior), sums=2, **_numbers(how)))
+
+
+def backward(
+    dq: Array, dkv: tuple[Array, ...], rows: Rows, joint: Joint, spans: Array, how: How
+) -> tuple[Array, tuple[Array, ...]]:
+    """Adds the gradients to `dq` (rows, H) and `dkv`, one array or two like `rows.kv`, from the joint lse and delta."""
+    given = (*_inputs(rows, spans), *joint, dq, *dkv)
+    dq, *sums = _call("backward", given, sums=1 + len(dkv), **_numbers(how))
+    return dq, tuple(sums)
+
+
+def _inputs(rows: Rows, spans: Array) -> tuple[Array, ...]:
+    none = jnp.zeros((0, 0), jnp.int32)
+    marks = (none if x is None else x for x in (rows.query_marks, rows.key_marks))
+    return rows.tasks, spans, rows.query, rows.kv[0], rows.kv[-1], *marks
+
+
+def _numbers(how: How) -> dict[str, np.integer | np.floating]:
+    """What the kernels read besides arrays."""
+    look = how.look
+    numbers = {
+        "rows": look.rows,
+        "group": look.group,
+        "head_tasks": look.head_tasks,
+        "is_causal": look.is_causal,
+        "before": sum(1 << i for i, line in enumerate(look.lines) if line == "before"),
+        "block": look.blocks.query,
+        "divisor": look.divisor,
+        **how.strides._asdict(),
+    }
+    return {"scale": np.float64(look.scale), **{name: np.int64(number) for name, number in numbers.items()}}
+
+
+def _call(name: str, arrays: tuple[Array, ...], *, sums: int, **numbers: np.integer | np.floating) -> list[Array]:
+    """Calls a kernel that adds to the last `sums` arrays in place."""
+
+    def call(*arrays: Array) -> Sequence[Array]:
+        arrays, _ = alike(arrays, None)
+        shapes = [shaped_like(x) for x in arrays[-sums:]]
+        aliases = {len(arrays) - sums + i: i for i in range(sums)}
+        made = jax.ffi.ffi_call(f"ringjax_{name}", shapes, vmap_method="sequential", input_output_aliases=aliases)
+        return made(*arrays, **numbers)
+
+    return on_its_platform("cpu", call, *arrays, sums=sums)

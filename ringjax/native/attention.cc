@@ -1,0 +1,172 @@
+// What XLA calls: the forward and the backward pass over all tasks, on the threads of XLA.
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+
+#include "backward.h"
+#include "forward.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ringjax {
+
+namespace ffi = xla::ffi;
+
+// Runs `make()(item)` for all items: this thread takes them one by one, and so do threads of the pool that come in time.
+// Nobody waits for a thread that has not begun, so calls inside calls cannot lock each other out.
+template <class Make>
+void share(ffi::ThreadPool& pool, int64_t items, const Make& make) {
+  struct State {
+    std::atomic<int64_t> next{0};
+    std::mutex lock;
+    std::condition_variable done;
+    int64_t busy = 0;
+    bool is_closed = false;
+  };
+  auto state = std::make_shared<State>();
+  auto work = [&make, items](State& state) {
+    auto worker = make();
+    for (int64_t item; (item = state.next.fetch_add(1)) < items;) worker(item);
+  };
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), items) - 1;
+  for (int64_t i = 0; i < helpers; ++i)
+    pool.Schedule([state, work] {
+      {
+        std::lock_guard<std::mutex> guard(state->lock);
+        if (state->is_closed) return;
+        ++state->busy;
+      }
+      work(*state);
+      std::lock_guard<std::mutex> guard(state->lock);
+      if (--state->busy == 0) state->done.notify_all();
+    });
+  work(*state);
+  std::unique_lock<std::mutex> guard(state->lock);
+  state->is_closed = true;
+  state->done.wait(guard, [&] { return state->busy == 0; });
+}
+
+template <class T, class A>
+void run_forward(ffi::ThreadPool& pool, const Call<T, A>& call) {
+  share(pool, call.num_tasks * call.query_blocks, [&] {
+    return [&call, pass = std::make_shared<Forward<T, A>>(call)](int64_t item) {
+      const int64_t nth = item / call.num_tasks;  // the longest first
+      pass->run(item % call.num_tasks, call.is_causal ? call.query_blocks - 1 - nth : nth);
+    };
+  });
+}
+
+// A thread adds to all gradients of a task. Where there are fewer tasks than threads, the gradients of queries and of keys
+// are two passes, which compute the scores twice and can be shared out by blocks.
+template <class T, class A>
+void run_backward(ffi::ThreadPool& pool, const Call<T, A>& call) {
+  const int64_t tasks = call.num_tasks, blocks = call.query_blocks, key_blocks = (call.rows + call.block - 1) / call.block;
+  auto each = [&](int64_t items, auto run) {
+    share(pool, items, [&] {
+      return [&run, pass = std::make_shared<Backward<T, A>>(call)](int64_t item) { run(*pass, item); };
+    });
+  };
+  if (tasks >= pool.num_threads() || blocks == 1) {
+    each(tasks, [&](auto& pass, int64_t task) { pass.run(task, 0, blocks, 0, call.rows, true, true); });
+    return;
+  }
+  each(tasks * blocks, [&](auto& pass, int64_t item) {
+    const int64_t block = blocks - 1 - item / tasks;
+    pass.run(item % tasks, block, block + 1, 0, call.rows, true, false);
+  });
+  each(tasks * key_blocks, [&](auto& pass, int64_t item) {
+    const int64_t key = item / tasks * call.block;
+    pass.run(item % tasks, 0, blocks, key, std::min(key + call.block, call.rows), false, true);
+  });
+}
+
+// The array in the place of the last of `priors` arguments, which it holds to begin with.
+ffi::ErrorOr<void*> continued(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t nth) {
+  auto prior = args.get<ffi::AnyBuffer>(args.size() - rets.size() + nth);
+  auto sum = rets.get<ffi::AnyBuffer>(nth);
+  if (prior.has_error() || sum.has_error()) return ffi::Unexpected(ffi::Error::InvalidArgument("sums are missing"));
+  void* to = (*sum)->untyped_data();
+  if (to != prior->untyped_data()) std::memcpy(to, prior->untyped_data(), prior->size_bytes());
+  return to;
+}
+
+template <class T, class A>
+ffi::Error run(ffi::ThreadPool& pool, ffi::RemainingArgs& args, ffi::RemainingRets& rets, ffi::Dictionary& attrs,
+               bool is_backward) {
+  Call<T, A> call{};
+  auto buffer = [&](size_t i) { return args.get<ffi::AnyBuffer>(i).value(); };
+  auto number = [&](const char* name) { return attrs.get<int64_t>(name).value(); };
+  const auto tasks = buffer(0), spans = buffer(1), query = buffer(2), query_marks = buffer(5), key_marks = buffer(6);
+  call.tasks = static_cast<const int32_t*>(tasks.untyped_data());
+  call.spans = static_cast<const int32_t*>(spans.untyped_data());
+  call.query = static_cast<const T*>(query.untyped_data());
+  call.key = static_cast<const T*>(buffer(3).untyped_data());
+  call.value = static_cast<const T*>(buffer(4).untyped_data());
+  call.query_marks = static_cast<const int32_t*>(query_marks.untyped_data());
+  call.key_marks = static_cast<const int32_t*>(key_marks.untyped_data());
+  call.lines = query_marks.dimensions()[0];
+  call.query_positions = query_marks.dimensions()[1];
+  call.key_positions = key_marks.dimensions()[1];
+  call.num_tasks = tasks.dimensions()[0];
+  call.query_blocks = spans.dimensions()[2];
+  call.dim = query.dimensions()[1];
+  call.rows = number("rows");
+  call.group = number("group");
+  call.head_tasks = number("head_tasks");
+  call.step = number("step");
+  call.heads = number("heads");
+  call.value_shift = number("value_shift");
+  call.block = number("block");
+  call.before = number("before");
+  call.is_causal = number("is_causal");
+  call.scale = static_cast<A>(attrs.get<double>("scale").value());
+  call.share = A{1} / static_cast<A>(number("divisor"));
+  A* sums[3];
+  for (size_t i = 0; i < rets.size(); ++i) sums[i] = static_cast<A*>(continued(args, rets, i).value());
+  if (!is_backward) {
+    call.out = sums[0];
+    call.lse = sums[1];
+    run_forward(pool, call);
+  } else {
+    call.dout = static_cast<const T*>(buffer(7).untyped_data());
+    call.lse_in = static_cast<const A*>(buffer(8).untyped_data());
+    call.delta = static_cast<const A*>(buffer(9).untyped_data());
+    call.dq = sums[0];
+    call.dk = sums[1];
+    call.dv = sums[rets.size() - 1];
+    run_backward(pool, call);
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error dispatch(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs,
+                    bool is_backward) {
+  switch (args.get<ffi::AnyBuffer>(2).value().element_type()) {
+    case ffi::F32:
+      return run<float, float>(pool, args, rets, attrs, is_backward);
+    case ffi::F64:
+      return run<double, double>(pool, args, rets, attrs, is_backward);
+    case ffi::BF16:
+      return run<BFloat16, float>(pool, args, rets, attrs, is_backward);
+    case ffi::F16:
+      return run<Float16, float>(pool, args, rets, attrs, is_backward);
+    default:
+      return ffi::Error::InvalidArgument("ringjax takes float32, float64, bfloat16 and float16");
+  }
+}
+
+ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+  return dispatch(pool, args, rets, attrs, false);
+}
+
+ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+  return dispatch(pool, args, rets, attrs, true);
+}
+
+}  // namespace ringjax
+
+#define RINGJAX_BINDING \
+  xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs()
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ringjax_forward, ringjax::forward, RINGJAX_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ringjax_backward, ringjax::backward, RINGJAX_BINDING);

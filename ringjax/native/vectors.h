@@ -1,0 +1,163 @@
+// Vectors of the machine that this is compiled for: products of small matrices and exponentials.
+//
+// A is the dtype of sums, float or double. A tile has kTile columns, and so many of them fit into a register that a
+// product keeps kRows x kVectors sums in registers.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+namespace ringjax {
+
+#if defined(__AVX512F__)
+constexpr int kBytes = 64, kRows = 6, kVectors = 4;
+#elif defined(__AVX__)
+constexpr int kBytes = 32, kRows = 6, kVectors = 2;
+#elif defined(__aarch64__)
+constexpr int kBytes = 16, kRows = 6, kVectors = 4;
+#else
+constexpr int kBytes = 16, kRows = 6, kVectors = 2;
+#endif
+
+template <class A>
+struct Vectors;
+template <>
+struct Vectors<float> {
+  typedef float Floats __attribute__((vector_size(kBytes)));
+  typedef int32_t Ints __attribute__((vector_size(kBytes)));
+  using Int = int32_t;
+};
+template <>
+struct Vectors<double> {
+  typedef double Floats __attribute__((vector_size(kBytes)));
+  typedef int64_t Ints __attribute__((vector_size(kBytes)));
+  using Int = int64_t;
+};
+template <class A>
+using Floats = typename Vectors<A>::Floats;
+template <class A>
+using Ints = typename Vectors<A>::Ints;
+template <class A>
+using Int = typename Vectors<A>::Int;
+template <class A>
+constexpr int kLanes = kBytes / sizeof(A);
+
+template <class A>
+inline Floats<A> load(const A* x) {
+  return *reinterpret_cast<const Floats<A>*>(x);
+}
+template <class A>
+inline void store(A* x, Floats<A> y) {
+  *reinterpret_cast<Floats<A>*>(x) = y;
+}
+template <class A>
+inline Floats<A> all(A x) {
+  return x - Floats<A>{};
+}
+
+// c (M, V vectors) = a b, or += a b: a of M rows, b of `depth` rows.
+template <class A, int M, int V>
+inline void multiply(A* c, int c_row, const A* a, int a_row, int a_step, const A* b, int b_row, int depth, bool adds) {
+  Floats<A> sums[M][V];
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < V; ++j) sums[i][j] = adds ? load<A>(c + i * c_row + j * kLanes<A>) : Floats<A>{};
+  for (int k = 0; k < depth; ++k) {
+    Floats<A> row[V];
+    for (int j = 0; j < V; ++j) row[j] = load<A>(b + k * b_row + j * kLanes<A>);
+    for (int i = 0; i < M; ++i) {
+      const Floats<A> factor = all<A>(a[i * a_row + k * a_step]);
+      for (int j = 0; j < V; ++j) sums[i][j] += factor * row[j];
+    }
+  }
+  for (int i = 0; i < M; ++i)
+    for (int j = 0; j < V; ++j) store<A>(c + i * c_row + j * kLanes<A>, sums[i][j]);
+}
+
+template <class A, int V, int M = kRows>
+inline void multiply_rows(int rows, A* c, int c_row, const A* a, int a_row, int a_step, const A* b, int b_row,
+                          int depth, bool adds) {
+  if constexpr (M > 0) {
+    int i = 0;
+    for (; i + M <= rows; i += M)
+      multiply<A, M, V>(c + i * c_row, c_row, a + i * a_row, a_row, a_step, b, b_row, depth, adds);
+    if (i < rows)
+      multiply_rows<A, V, M - 1>(rows - i, c + i * c_row, c_row, a + i * a_row, a_row, a_step, b, b_row, depth, adds);
+  }
+}
+
+// c (rows, columns) = or += a b: element (i, k) of `a` stands at i * a_row + k * a_step; columns fill whole vectors.
+template <class A, int V = kVectors>
+inline void product(int rows, int columns, A* c, int c_row, const A* a, int a_row, int a_step, const A* b, int b_row,
+                    int depth, bool adds) {
+  if constexpr (V > 0) {
+    constexpr int width = V * kLanes<A>;
+    int j = 0;
+    for (; j + width <= columns; j += width)
+      multiply_rows<A, V>(rows, c + j, c_row, a, a_row, a_step, b + j, b_row, depth, adds);
+    if (j < columns)
+      product<A, V - 1>(rows, columns - j, c + j, c_row, a, a_row, a_step, b + j, b_row, depth, adds);
+  }
+}
+
+// exp(x) to an ulp or two, and 0 where it is too small to be a normal number; x is not far above 0.
+inline Floats<float> exponential(Floats<float> x) {
+  const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to whole numbers
+  const Floats<float> shifted = x * 1.44269504f + magic;
+  const Floats<float> r = x - (shifted - magic) * 0.693147182f;
+  Floats<float> y = all(0.00139412156f);
+  y = y * r + 0.00836922279f;
+  y = y * r + 0.0416663516f;
+  y = y * r + 0.166665046f;
+  y = y * r + 0.5f;
+  y = y * r + 1.0f;
+  y = y * r + 1.0f;
+  const Ints<float> power = reinterpret_cast<const Ints<float>&>(shifted) << 23;
+  const Ints<float> bits = reinterpret_cast<const Ints<float>&>(y) + power;
+  return x > -87.3f ? reinterpret_cast<const Floats<float>&>(bits) : Floats<float>{};
+}
+
+inline Floats<double> exponential(Floats<double> x) {
+  const double magic = 6755399441055744.0;  // 1.5 * 2**52
+  const Floats<double> shifted = x * 1.4426950408889634 + magic;
+  const Floats<double> r = x - (shifted - magic) * 0.69314718055994531;
+  Floats<double> y = all(1.0 / 6227020800.0);
+  for (double factor : {1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0,
+                        1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0})
+    y = y * r + factor;
+  const Ints<double> power = reinterpret_cast<const Ints<double>&>(shifted) << 52;
+  const Ints<double> bits = reinterpret_cast<const Ints<double>&>(y) + power;
+  return x > -708.0 ? reinterpret_cast<const Floats<double>&>(bits) : Floats<double>{};
+}
+
+// Numbers of 16 bits, as they are stored.
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+inline float widened(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+inline float widened(Float16 x) {
+  const uint32_t sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
+  uint32_t bits = (rest << 13) + (112u << 23);  // the exponent is counted from 127 instead of 15
+  float y;
+  if (rest >= 0x7c00u) bits += 112u << 23;  // inf and NaN
+  if (rest < 0x0400u) {                     // not normal: a multiple of 2**-24
+    y = static_cast<float>(rest) * 5.9604644775390625e-8f;
+    std::memcpy(&bits, &y, sizeof bits);
+  }
+  bits |= sign;
+  std::memcpy(&y, &bits, sizeof y);
+  return y;
+}
+inline float widened(float x) { return x; }
+inline double widened(double x) { return x; }
+
+}  // namespace ringjax
