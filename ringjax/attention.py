@@ -366,6 +366,8 @@ def _backend(implementation: Implementation | None, block_sizes: BlockSizes | No
         raise ValueError(f"`implementation` must be None or one of {get_args(Implementation)}, got {implementation!r}.")
     if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
         raise ValueError(f"`block_sizes` must be a BlockSizes, got {type(block_sizes).__name__}.")
-    if block_sizes is not None and implementation == "xla":
-        raise ValueError('`block_sizes` must be None with `implementation="xla"`, which has no kernels.')
+    if block_sizes is not None and implementation in ("xla", "native"):
+        raise ValueError(
+            f"`block_sizes` must be None with `implementation={implementation!r}`, which has no Pallas kernels."
+        )
     return Backend(implementation, block_sizes)

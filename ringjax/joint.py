@@ -16,7 +16,7 @@ from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 
 from ringjax import dropout, softmax
-from ringjax.block import hops, local, xla
+from ringjax.block import hops, local, meet, xla
 from ringjax.block.backend import Backend, Case, Kernels, case_of
 from ringjax.dropout import Stamps
 from ringjax.geometry import Request, StrategyName
@@ -100,6 +100,16 @@ class Config:
     def divisor(self) -> int:
         """Grouped heads share the output out among the branches."""
         return len(self.pattern.segment_lengths) if self.pattern.heads == "grouped" else 1
+
+    def delta(self, dout: Array, out: Array, dtype: jnp.dtype) -> Array:
+        """The delta of arrays (..., H)."""
+        case = Case(out.dtype.name, out.shape[-1], out.size // out.shape[-1], 1)
+        return self.backend.run(
+            case,
+            (dout, out),
+            lambda given: softmax.delta(given[0], given[1], dtype),
+            lambda kernels, given: meet.delta(kernels, given[0], given[1], dtype),
+        )
 
     def work(self, shard: Shard) -> Work:
         """What is to be done on a shard."""
@@ -245,24 +255,33 @@ def _attention_bwd(config: Config, residuals: Residuals, dout: Array) -> tuple[A
     work = config.work(shard)
     local_rows, ring_rows = rows[: len(rows) - len(work.journeys)], rows[len(rows) - len(work.journeys) :]
     own = dict(zip(work.journeys, ring_rows, strict=True)) if rows else {}
-    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
+    delta = config.delta(dout, out, lse.dtype)
     views = {j: _Views(j.view_shard(shard), *j.view(dout, lse, delta)) for j in work.journeys}
     whole = [journey for journey in work.journeys if journey.branch.pieces == 1]
-    sent = {journey: _send(journey, views[journey], own.get(journey)) for journey in whole}
+    sent = {journey: _send(config, journey, views[journey], own.get(journey)) for journey in whole}
     found = {journey: journey.backward(*sent[journey]) for journey in whole}
     grads = xla.Grads(*(jnp.zeros_like(x, dtype=lse.dtype) for x in shard[:3]))
     shapes = [x.shape for x in grads]
-    grads = _backward_local(config, work, shard, (out, lse, dout), grads, local_rows)
+    grads = _backward_local(config, work, shard, _Joint(out, lse, dout, delta), grads, local_rows)
     for journey in work.journeys:
         with jax.named_scope(_name("ring_grad", journey.rows)):
             grads = xla.Grads(*journey.view(*grads))
             if journey in found:
                 grads = xla.Grads(*journey.add(grads, found[journey]))
             else:
-                grads = _backward_pieces(journey, views[journey], grads, own.get(journey))
+                grads = _backward_pieces(config, journey, views[journey], grads, own.get(journey))
             grads = xla.Grads(*(x.reshape(shape) for x, shape in zip(grads, shapes, strict=True)))
     dq, dk, dv = (g.astype(shard.query.dtype) for g in grads)
     return dq, dk, dv, None, None
+
+
+class _Joint(NamedTuple):
+    """What came out of all branches, with its cotangent: out and dout (B, c, K, G, H), lse and delta (B, c, K, G)."""
+
+    out: Array
+    lse: Array
+    dout: Array
+    delta: Array
 
 
 class _Views(NamedTuple):
@@ -274,16 +293,18 @@ class _Views(NamedTuple):
     delta: Array
 
 
-def _backward_pieces(journey: Journey, views: _Views, grads: xla.Grads, own: Array | None) -> xla.Grads:
+def _backward_pieces(config: Config, journey: Journey, views: _Views, grads: xla.Grads, own: Array | None) -> xla.Grads:
     def step(grads: xla.Grads, index: Array) -> tuple[xla.Grads, None]:
         piece = journey.piece(index)
         rows = None if own is None else lax.dynamic_index_in_dim(own, index, keepdims=False)
-        return xla.Grads(*piece.add(grads, piece.backward(*_send(piece, views, rows)))), None
+        return xla.Grads(*piece.add(grads, piece.backward(*_send(config, piece, views, rows)))), None
 
     return lax.scan(step, grads, jnp.arange(journey.branch.pieces, dtype=jnp.int32))[0]
 
 
-def _send(journey: Journey, views: _Views, own: Array | None) -> tuple[hops.Queries, hops.KeyRows, Cargo]:
+def _send(
+    config: Config, journey: Journey, views: _Views, own: Array | None
+) -> tuple[hops.Queries, hops.KeyRows, Cargo]:
     """The selected queries with their cotangent, the keys, and what of them was sent off.
 
     Where the branch's `own` output rows are given, delta is theirs and not that of the joint output.
@@ -291,8 +312,7 @@ def _send(journey: Journey, views: _Views, own: Array | None) -> tuple[hops.Quer
     queries, keys = journey.before_backward(*views), journey.keys(views.shard)
     if own is not None:
         assert queries.dout is not None
-        delta = jnp.sum(queries.dout.astype(views.lse.dtype) * own.astype(views.lse.dtype), axis=-1)
-        queries = queries._replace(delta=delta)
+        queries = queries._replace(delta=config.delta(queries.dout, own, views.lse.dtype))
     return queries, keys, journey.circle.begin(journey.cargo(queries, keys))
 
 
@@ -300,7 +320,7 @@ def _backward_local(
     config: Config,
     work: Work,
     shard: Shard,
-    joint: tuple[Array, Array, Array],
+    joint: _Joint,
     grads: xla.Grads,
     rows: tuple[Array, ...],
 ) -> xla.Grads:
@@ -309,7 +329,7 @@ def _backward_local(
         own = rows[number] if rows else None
 
         def by_xla(grads: xla.Grads, table: PartTable = table, own: Array | None = own) -> xla.Grads:
-            out, lse, dout = (segmented(to_bits(x), table) for x in joint)
+            out, lse, dout = (segmented(to_bits(x), table) for x in joint[:3])
             views = xla.Grads(*(segmented(x, table) for x in grads))
             out = out if own is None else to_bits(own)
             is_first = work.is_first(table)
@@ -320,7 +340,8 @@ def _backward_local(
         def by_kernel(
             kernels: Kernels, grads: xla.Grads, table: PartTable = table, own: Array | None = own
         ) -> xla.Grads:
-            return local.backward(kernels, local.Dense(*shard[:4]), own, *joint, grads, table, options)
+            came_out = joint.lse, joint.dout, joint.delta
+            return local.backward(kernels, local.Dense(*shard[:4]), own, *came_out, grads, table, options)
 
         with jax.named_scope(_name("branch_grad", table)):
             grads = config.backend.run(_case(shard, table), grads, by_xla, by_kernel)

@@ -172,7 +172,8 @@ class DilationPattern:
         last = 1 << (max_len.bit_length() - 1)
         if last <= first:
             return cls((max_len,), (1,), offsets=offsets, heads=heads, mixing=mixing)
-        between = np.power(2.0, np.linspace(math.log2(first), math.log2(last), branches)).astype(int).tolist()[1:-1]
+        steps = branches - 1
+        between = (_root(first ** (steps - i) * last**i, steps) for i in range(1, steps))
         rates = tuple(2**i for i in range(branches))
         return cls((first, *between, last), rates, offsets=offsets, heads=heads, mixing=mixing)
 
@@ -230,6 +231,21 @@ class DilationPattern:
             if getattr(self, field.name) != field.default:
                 parts.append(f"{field.name}={getattr(self, field.name)!r}")
         return f"DilationPattern({', '.join(parts)})"
+
+
+def _root(number: int, degree: int) -> int:
+    """The root, rounded down; exact, as powers of floats differ from machine to machine.
+
+    Example:
+        >>> _root(9 * 64, 2), _root(9 * 64 - 1, 2)
+        (24, 23)
+    """
+    root = round(2 ** (math.log2(number) / degree))
+    while root**degree > number:
+        root -= 1
+    while (root + 1) ** degree <= number:
+        root += 1
+    return root
 
 
 def _offset(rule: Offsets, head: int, rate: int, num_heads: int) -> int:

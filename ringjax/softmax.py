@@ -83,6 +83,11 @@ def resume(part: Partial) -> Running:
     return Running(part.out, part.lse, total)
 
 
+def delta(dout: Array, out: Array, dtype: jnp.dtype) -> Array:
+    """Sum of cotangent times output (..., H), for the backward pass, in this dtype."""
+    return jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
+
+
 def for_backward(lse: Array) -> Array:
     """The `lse` with which ``exp(scores - lse)`` is the softmax, and 0 for an empty row."""
     return jnp.where(lse == -jnp.inf, jnp.inf, lse)

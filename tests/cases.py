@@ -179,6 +179,8 @@ def by_definition(case: Case, arrays) -> tuple[np.ndarray, ...]:
 
 
 WIDE, NARROW = (np.float64, 1e-10), (np.float32, 2e-6)
+# what a CPU runs by default, which is kernels where there is a compiler, and what it runs elsewhere
+IMPLEMENTATIONS = (None, "xla")
 
 
 def right_of(case: Case, arrays) -> tuple[np.ndarray, ...]:
@@ -190,19 +192,27 @@ def right_of(case: Case, arrays) -> tuple[np.ndarray, ...]:
         return run(rj.reference_attention, wide, case.pattern, **case.keywords(), compiler_options=QUICK)
 
 
-def assert_equals_oracle(case: Case, tolerances=(WIDE, NARROW), attention=rj.dilated_attention, **options) -> None:
+def assert_equals_oracle(
+    case: Case,
+    tolerances=(WIDE, NARROW),
+    attention=rj.dilated_attention,
+    implementations=IMPLEMENTATIONS,
+    **options,
+) -> None:
     """Output and gradients in each dtype against the float64 oracle of the same (float32) inputs."""
     arrays = case.arrays(np.float32)
     oracle = right_of(case, arrays)
-    for dtype, tolerance in tolerances:
+    implementations = (None,) if case.dropout_rate else implementations  # which chooses XLA
+    for (dtype, tolerance), implementation in itertools.product(tolerances, implementations):
         is_wide = dtype == np.float64
         with jax.enable_x64(is_wide):
             given = [x.astype(np.float64) for x in arrays] if is_wide else arrays
             how = {"compiler_options": QUICK} if is_wide else options
-            ours = run(attention, given, case.pattern, **case.keywords(), **how)
+            how = how | case.keywords() | {"implementation": implementation}
+            ours = run(attention, given, case.pattern, **how)
         for name, x, reference in zip(NAMES, ours, oracle, strict=True):
             assert x.dtype == dtype, name
-            assert error(x, reference) <= tolerance, (name, dtype, error(x, reference), case)
+            assert error(x, reference) <= tolerance, (name, dtype, implementation, error(x, reference), case)
 
 
 def ring_mesh(*sizes: int, names: tuple[str, ...] = ("ring",)) -> Mesh:
@@ -233,11 +243,18 @@ def stored_on(ring: rj.Ring, mesh: Mesh, x, fill: float = 0) -> jax.Array:
 
 
 def assert_stored_equals_oracle(
-    case: Case, ring: rj.Ring, mesh: Mesh | None = None, attention=None, fill: float = 0, limit=WIDE
+    case: Case,
+    ring: rj.Ring,
+    mesh: Mesh | None = None,
+    attention=None,
+    fill: float = 0,
+    limit=WIDE,
+    implementations=IMPLEMENTATIONS,
 ) -> None:
     """Arrays that are on the mesh before, and stay sharded as they were; `fill` is what their padding holds."""
     mesh, (dtype, tolerance) = ring.mesh if mesh is None else mesh, limit
     attention = functools.partial(rj.dilated_attention, ring=ring) if attention is None else attention
+    implementations = (None,) if case.dropout_rate else implementations  # which chooses XLA
     with jax.enable_x64(True):
         oracle = right_of(case, case.arrays(np.float64))
     with jax.enable_x64(dtype == np.float64):
@@ -247,8 +264,11 @@ def assert_stored_equals_oracle(
             keywords["segment_ids"] = stored_on(ring, mesh, keywords["segment_ids"], -1)
         if case.seq_len is None and stored[0].shape[1] > case.length:
             keywords["seq_len"] = case.length
-        got = run(attention, stored, case.pattern, compiler_options=QUICK, **keywords)
-    for name, x, reference in zip(NAMES, got, oracle, strict=True):
+        every = [
+            run(attention, stored, case.pattern, compiler_options=QUICK, implementation=implementation, **keywords)
+            for implementation in implementations
+        ]
+    for name, x, reference in (row for got in every for row in zip(NAMES, got, oracle, strict=True)):
         assert x.sharding.is_equivalent_to(NamedSharding(mesh, ring.spec()), 4), (name, x.sharding)
         assert all(s.data.size * mesh.size == x.size for s in x.addressable_shards), name
         assert x.dtype == dtype, name

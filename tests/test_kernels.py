@@ -22,10 +22,12 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import ringjax as rj
 from ringjax.block.backend import Case as KernelCase
+from ringjax.native import build
 from ringjax.rehearse.kernels import kernel_costs
 
 SLOW = pytest.mark.slow
 TARGETS = ("interpret_tpu", "interpret_gpu")
+NATIVE = pytest.param("native", marks=pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "compiled"))
 
 # head dims, query groups, lengths that no block divides, rates that do not divide segments, all masks and rules
 CASES = {
@@ -40,23 +42,20 @@ CASES = {
 DEFAULT = ("one branch",)
 
 
-@pytest.mark.parametrize("implementation", ["xla", *TARGETS])
+@pytest.mark.parametrize("implementation", ["xla", NATIVE, *TARGETS])
 @pytest.mark.parametrize("name", [n if n in DEFAULT else pytest.param(n, marks=SLOW) for n in CASES])
 def test_one_device_equals_oracle(name, implementation):
-    attention = functools.partial(rj.dilated_attention, implementation=implementation)
-    assert_equals_oracle(CASES[name], (NARROW,), attention, compiler_options=QUICK)
+    assert_equals_oracle(CASES[name], (NARROW,), implementations=(implementation,), compiler_options=QUICK)
 
 
 @pytest.mark.parametrize("implementation", [pytest.param("interpret_tpu", marks=SLOW), "interpret_gpu"])
 def test_one_device_with_blocks_of_ones_own(implementation):
-    attention = functools.partial(
-        rj.dilated_attention, implementation=implementation, block_sizes=rj.BlockSizes(128, 256, 256, 128)
-    )
+    attention = functools.partial(rj.dilated_attention, block_sizes=rj.BlockSizes(128, 256, 256, 128))
     case = Case(600, 1, 1, 2, 32, (600,), (1,), is_causal=True)
     assert KernelCase("float32", 32, 600, 2).blocks(
         implementation.removeprefix("interpret_"), rj.BlockSizes(128, 256, 256, 128), is_gradient=False
     ) == (128, 256)
-    assert_equals_oracle(case, (NARROW,), attention, compiler_options=QUICK)
+    assert_equals_oracle(case, (NARROW,), attention, (implementation,), compiler_options=QUICK)
 
 
 RINGS = {
@@ -82,8 +81,7 @@ RING_ROWS = [("one branch", "interpret_gpu"), ("one causal branch", "interpret_t
 def test_ring_of_four_equals_oracle(name, implementation):
     case, layout = RINGS[name]
     ring = rj.Ring(ring_mesh(4), layout=layout, strategy="gather" if name == "full" else "ring")
-    attention = functools.partial(on_ring(ring), implementation=implementation)
-    assert_equals_oracle(case, (NARROW,), attention, compiler_options=QUICK)
+    assert_equals_oracle(case, (NARROW,), on_ring(ring), (implementation,), compiler_options=QUICK)
 
 
 @pytest.mark.parametrize(
@@ -91,6 +89,8 @@ def test_ring_of_four_equals_oracle(name, implementation):
     [
         ("interpret_tpu", jnp.bfloat16),
         ("interpret_gpu", jnp.float16),
+        (None, jnp.bfloat16),
+        (None, jnp.float16),
         pytest.param("interpret_gpu", jnp.bfloat16, marks=SLOW),
     ],
 )
@@ -103,7 +103,7 @@ def test_low_precision_error_is_that_of_the_naive_computation(implementation, dt
     assert (ours[1:] <= 3 * naive[1:]).all(), (ours, naive)
 
 
-@pytest.mark.parametrize("implementation", TARGETS)
+@pytest.mark.parametrize("implementation", [*TARGETS, NATIVE])
 def test_padding_may_hold_anything(implementation):
     case = Case(192, 1, 2, 1, 32, (192,), (1,))
     ids = jnp.where(jnp.arange(192) < 150, 0, -1)[None].astype(jnp.int32)
@@ -120,7 +120,7 @@ def test_vmap_lowers_for_tpu():
     assert KERNEL["tpu"] in exported(mapped, ["tpu"]).mlir_module()
 
 
-@pytest.mark.parametrize("implementation", [pytest.param("interpret_tpu", marks=SLOW), "interpret_gpu"])
+@pytest.mark.parametrize("implementation", [pytest.param("interpret_tpu", marks=SLOW), "interpret_gpu", NATIVE])
 def test_vmap(implementation):
     case = Case(128, 2, 2, 1, 32, (128,), (1,))
     q, k, v, _ = case.arrays(np.float32)
@@ -166,12 +166,21 @@ def test_gradient_lowers_for_platform(platform, on):
     assert other not in text
 
 
-def test_one_exported_program_serves_several_platforms():
+def test_one_exported_program_serves_several_platforms(monkeypatch):
+    monkeypatch.setenv("RINGJAX_NATIVE", "0")  # those on CPU are of the machine that compiled them
     module = exported(gradient, ["cpu", "tpu", "cuda"])
     assert all(kernel in module.mlir_module() for kernel in KERNEL.values())
     arrays = Case(1024, 1, 2, 2, 64).arrays(jnp.bfloat16)
     for x, y in zip(jax.jit(module.call)(*arrays), jax.jit(gradient)(*arrays), strict=True):
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+
+
+@pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "compiled")
+def test_kernels_of_this_machine_are_not_exported():
+    with pytest.raises(
+        NotImplementedError, match=r"cannot be exported: use `implementation=\"xla\"` or set RINGJAX_NATIVE=0"
+    ):
+        exported(gradient, ["cpu"])
 
 
 def test_sharded_batch_without_a_ring_is_told_to_the_kernels():

@@ -2,7 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import NARROW, Case, assert_equals_oracle, on_ring, ring_mesh
+from cases import IMPLEMENTATIONS, NARROW, Case, assert_equals_oracle, on_ring, ring_mesh, run
 
 import ringjax as rj
 from ringjax import softmax
@@ -31,3 +31,13 @@ def test_a_key_that_every_branch_sees_costs_no_exactness(ring_size):
     ones = (1, 1, 1, 1)
     case = Case(length=22, batch=1, kv_heads=1, group=1, dim=8, segment_lengths=ones, dilation_rates=ones, scale=-1.5)
     assert_equals_oracle(case, [NARROW], on_ring(rj.Ring(ring_mesh(ring_size))))  # query and key have no gradient
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("rule", ["mod", "detached", "grouped"])
+def test_a_query_with_one_key_has_no_gradient(implementation, rule):
+    """Whatever the scores and values are: the gradient of a score is the difference of two equal sums."""
+    case = Case(200, 2, 2, 2, 64, segment_lengths=(1,) * 4, dilation_rates=(1,) * 4, rule=rule)
+    arrays = case.arrays(np.float32)
+    _, dq, dk, _ = run(rj.dilated_attention, arrays, case.pattern, implementation=implementation)
+    assert not np.asarray(dq).any() and not np.asarray(dk).any()

@@ -20,25 +20,33 @@ Implementation = Literal["xla", "pallas", "native", "interpret_tpu", "interpret_
 Target = Literal["tpu", "gpu", "cpu"]
 TARGETS: tuple[Target, ...] = ("tpu", "gpu")  # of Pallas kernels
 _PLATFORM = {"tpu": "tpu", "gpu": "cuda", "cpu": "cpu"}
-_DTYPES = {
-    "tpu": ("bfloat16", "float32"),
-    "gpu": ("bfloat16", "float16", "float32"),
-    "cpu": ("bfloat16", "float16", "float32", "float64"),
-}
 _OF_IMPLEMENTATION: dict[Implementation | None, tuple[Target, ...]] = {
     None: (*TARGETS, "cpu"),
     "pallas": TARGETS,
     "native": ("cpu",),
 }
 _MOST_DIM = 256
-_LEAST_DIM = {"tpu": 16, "gpu": 16, "cpu": 1}
-_LEAST_ROWS = {"tpu": 16, "gpu": 16, "cpu": 1}  # fewer are not worth a kernel
-_LEAST_BLOCK = {"tpu": 128, "gpu": 16, "cpu": KEY_ROWS}  # lanes of a register; tile of tensor cores; tile in cache
 _CPU_ROWS = {"forward": 512, "gradient": 256}  # of a query block: all it holds stays in a core's second cache
 _SM_80 = 8.0  # Ampere
 
 Given = TypeVar("Given")
 Result = TypeVar("Result")
+
+
+class _Limits(NamedTuple):
+    """What the kernels of a target take."""
+
+    dtypes: tuple[str, ...]
+    least_dim: int
+    least_rows: int  # fewer are not worth a kernel
+    least_block: int
+
+
+_LIMITS: dict[Target, _Limits] = {
+    "tpu": _Limits(("bfloat16", "float32"), 16, 16, 128),  # blocks of the lanes of a register
+    "gpu": _Limits(("bfloat16", "float16", "float32"), 16, 16, 16),  # of a tile of the tensor cores
+    "cpu": _Limits(("bfloat16", "float16", "float32", "float64"), 1, 1, KEY_ROWS),
+}
 
 
 class Case(NamedTuple):
@@ -60,12 +68,14 @@ class Case(NamedTuple):
 
     def misfit(self, target: Target, sizes: BlockSizes | None = None) -> str:
         """Why the kernels of a target do not apply (with these block sizes), or ""."""
-        dtypes, least_block, least_dim, least_rows = (x[target] for x in (_DTYPES, _LEAST_BLOCK, _LEAST_DIM, _LEAST_ROWS))
+        dtypes, least_dim, least_rows, least_block = _LIMITS[target]
         block = least_block if sizes is None else min(dataclasses.astuple(sizes))
         ids_fit = not self.ids or jnp.can_cast(self.ids, jnp.int32)
         rules = {
             f"take {', '.join(dtypes)}, not {self.dtype}": self.dtype in dtypes,
-            f"take head dims from {least_dim} to {_MOST_DIM}, not {self.head_dim}": least_dim <= self.head_dim <= _MOST_DIM,
+            f"take head dims from {least_dim} to {_MOST_DIM}, not {self.head_dim}": least_dim
+            <= self.head_dim
+            <= _MOST_DIM,
             f"take at least {least_rows} selected rows per segment or chunk, not {self.rows}": self.rows >= least_rows,
             f"take blocks of at least {least_block} rows, not {block}": block >= least_block,
             f"take segment ids that fit int32, not {self.ids}": ids_fit,
@@ -76,7 +86,7 @@ class Case(NamedTuple):
         """The blocks of a pass: as given, or by what compiles without spilling registers or memory."""
         if target == "cpu":
             return Blocks(_CPU_ROWS["gradient" if is_gradient else "forward"], KEY_ROWS)
-        rows, least = (self.rows * self.group, self.rows), _LEAST_BLOCK[target]
+        rows, least = (self.rows * self.group, self.rows), _LIMITS[target].least_block
         if sizes is not None:
             given = (sizes.grad_query, sizes.grad_key) if is_gradient else (sizes.query, sizes.key)
             return Blocks(*(max(least, min(size, _power_above(n))) for size, n in zip(given, rows, strict=True)))
@@ -138,8 +148,9 @@ class Backend:
     """How a caller wants blocks to be run.
 
     Attributes:
-        implementation: None for the kernels of the platform where they apply; ``"xla"``; ``"pallas"``, the kernels on TPU
-            and GPU; ``"native"``, those on CPU; or ``"interpret_tpu"`` and ``"interpret_gpu"`` for kernels interpreted on any platform.
+        implementation: None for the kernels of the platform where they apply; ``"xla"``; ``"pallas"``, the kernels on
+            TPU and GPU; ``"native"``, those on CPU; or ``"interpret_tpu"`` and ``"interpret_gpu"`` for kernels
+            interpreted on any platform.
         sizes: Block sizes of the Pallas kernels, or None for our own.
     """
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ from jax import Array
 
 from ringjax.block.platform import on_its_platform
 from ringjax.block.strided import How, Joint, Rows
-from ringjax.manual import alike, shaped_like
 from ringjax.softmax import Partial
 
 KEY_ROWS = 64  # of a block, as the kernels are written
@@ -29,6 +29,17 @@ def backward(
     given = (*_inputs(rows, spans), *joint, dq, *dkv)
     dq, *sums = _call("backward", given, sums=1 + len(dkv), **_numbers(how))
     return dq, tuple(sums)
+
+
+def delta(dout: Array, out: Array, dtype: jnp.dtype) -> Array:
+    """The same as `softmax.delta`, summed in the order in which `backward` sums products with values.
+
+    Where a query sees one key, output and value are equal, and so are the two sums to the last bit: their difference,
+    the gradient of the score, is 0.
+    """
+    rows = [x.reshape(-1, x.shape[-1]) for x in (dout, out)]
+    (found,) = _call("delta", (*rows, jnp.zeros_like(rows[0][:, 0], dtype=dtype)), sums=1)
+    return found.reshape(dout.shape[:-1])
 
 
 def _inputs(rows: Rows, spans: Array) -> tuple[Array, ...]:
@@ -55,12 +66,19 @@ def _numbers(how: How) -> dict[str, np.integer | np.floating]:
 
 def _call(name: str, arrays: tuple[Array, ...], *, sums: int, **numbers: np.integer | np.floating) -> list[Array]:
     """Calls a kernel that adds to the last `sums` arrays in place."""
+    return on_its_platform("cpu", _kernel(name, sums, tuple(numbers.items())), *arrays, sums=sums)
 
+
+@functools.lru_cache(
+    maxsize=256
+)  # the same function for the same call, so that what JAX compiled for it is found again
+def _kernel(
+    name: str, sums: int, numbers: tuple[tuple[str, np.integer | np.floating], ...]
+) -> Callable[..., Sequence[Array]]:
     def call(*arrays: Array) -> Sequence[Array]:
-        arrays, _ = alike(arrays, None)
-        shapes = [shaped_like(x) for x in arrays[-sums:]]
+        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[-sums:]]
         aliases = {len(arrays) - sums + i: i for i in range(sums)}
         made = jax.ffi.ffi_call(f"ringjax_{name}", shapes, vmap_method="sequential", input_output_aliases=aliases)
-        return made(*arrays, **numbers)
+        return made(*arrays, **dict(numbers))
 
-    return on_its_platform("cpu", call, *arrays, sums=sums)
+    return call

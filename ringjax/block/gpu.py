@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ringjax import softmax
-from ringjax.block.kernel import Look, dot, quotient
+from ringjax.block.kernel import dot, quotient
 from ringjax.block.platform import on_its_platform
 from ringjax.block.strided import How, Joint, Rows
 from ringjax.manual import shaped_like

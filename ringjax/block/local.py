@@ -60,9 +60,9 @@ def backward(
     kernels: Kernels,
     dense: Dense,
     own: Array | None,
-    out: Array,
     lse: Array,
     dout: Array,
+    delta: Array,
     prior: Grads,
     table: PartTable,
     options: BlockOptions,
@@ -72,12 +72,11 @@ def backward(
     Args:
         kernels, dense, table, options: As for `forward`.
         own: The part's own rows, as `forward` keeps them, or None; see `xla.backward`.
-        out: The joint output, like the query.
         lse: The joint log-sum-exp.
         dout: The cotangent, like the query.
+        delta: Sum of cotangent times joint output, like `lse`.
         prior: Gradients of earlier branches.
     """
-    delta = jnp.sum(dout.astype(lse.dtype) * out.astype(lse.dtype), axis=-1)
     lse = softmax.for_backward(lse)
     kernel = meet.STRIDED.get(kernels.target)
     if kernel is not None and own is None:
@@ -90,7 +89,7 @@ def backward(
     meeting = part_rows.meeting()
     taken = [part_rows.taken(x, options.group) for x in (dout, lse, delta)]
     if own is not None:  # delta is that of the part's own output
-        taken[2] = jnp.sum(taken[0].astype(lse.dtype) * part_rows.given(own).astype(lse.dtype), axis=-1, keepdims=True)
+        taken[2] = meet.delta(kernels, taken[0], part_rows.given(own), lse.dtype)[..., None]
     queries = meeting.queries._replace(dout=taken[0], lse=taken[1][..., 0], delta=taken[2][..., 0])
     zeros = jnp.zeros_like(queries.q, dtype=lse.dtype), jnp.zeros_like(meeting.keys.kv, dtype=lse.dtype)
     dq, (dk, dv) = meet.backward(kernels, zeros, meeting._replace(queries=queries), part_rows.counts)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
+from ringjax import softmax
 from ringjax.block import cpu, gpu, strided, tpu
 from ringjax.block.backend import Kernels, case_of
 from ringjax.block.hops import KeyRows, Meeting, Queries, Visits
@@ -60,6 +61,11 @@ def backward(kernels: Kernels, sums: tuple[Array, Array], meeting: Meeting, coun
             new_dq, (new_dkv,) = STRIDED[kernels.target].backward(*found, flat, came_out, spans, how)
             dq, dkv = new_dq.reshape(dq.shape), new_dkv.reshape(dkv.shape)
     return dq, dkv
+
+
+def delta(kernels: Kernels, dout: Array, out: Array, dtype: jnp.dtype) -> Array:
+    """Sum of cotangent times output (..., H), as the kernels of a target need it."""
+    return (cpu if kernels.target == "cpu" else softmax).delta(dout, out, dtype)
 
 
 def _look(kernels: Kernels, meeting: Meeting, counts: Array, *, is_gradient: bool) -> Look:

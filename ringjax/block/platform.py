@@ -74,10 +74,12 @@ def _lower(on: str | None) -> Callable[..., Any]:
         if platform == "cpu":
             if ctx.module_context.lowering_parameters.for_export:
                 raise NotImplementedError(
-                    'The kernels on CPU are compiled where they run and cannot be exported: use `implementation="xla"`, '
-                    "or set RINGJAX_NATIVE=0 to leave CPUs to plain XLA, with kernels on other platforms."
+                    'The kernels on CPU are compiled where they run and cannot be exported: use `implementation="xla"` '
+                    "or set RINGJAX_NATIVE=0, to leave CPUs to plain XLA, with kernels on other platforms."
                 )
-            return mlir.lower_fun(call)(ctx, *arrays)
+            # over which axes arrays vary does not matter any more, and the call knows nothing of them
+            plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
+            return mlir.lower_fun(call)(ctx.replace(avals_in=plain, avals_out=plain[-sums:]), *arrays)
         # Kernels on TPU have no 64-bit numbers. JAX warns that its Triton lowering is to go: no caller can help it.
         with jax.enable_x64(False), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)

@@ -139,28 +139,54 @@ ffi::Error run(ffi::ThreadPool& pool, ffi::RemainingArgs& args, ffi::RemainingRe
   return ffi::Error::Success();
 }
 
-ffi::Error dispatch(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs,
-                    bool is_backward) {
-  switch (args.get<ffi::AnyBuffer>(2).value().element_type()) {
+// Sums of products of rows, each in the order and with the roundings in which `Backward` multiplies rows.
+template <class T, class A>
+ffi::Error run_delta(ffi::ThreadPool& pool, ffi::RemainingArgs& args, ffi::RemainingRets& rets) {
+  constexpr int64_t kTogether = 8, kItem = 1024;
+  const auto dout = args.get<ffi::AnyBuffer>(0).value(), out = args.get<ffi::AnyBuffer>(1).value();
+  const T *x = static_cast<const T*>(dout.untyped_data()), *y = static_cast<const T*>(out.untyped_data());
+  A* sums = static_cast<A*>(rets.get<ffi::AnyBuffer>(0).value()->untyped_data());
+  const int64_t rows = dout.dimensions()[0], dim = dout.dimensions()[1];
+  share(pool, (rows + kItem - 1) / kItem, [=] {
+    return [=](int64_t item) {
+      const int64_t end = std::min((item + 1) * kItem, rows);
+      for (int64_t row = item * kItem; row < end; row += kTogether) {
+        const int64_t num = std::min(kTogether, end - row);
+        A found[kTogether] = {};
+        for (int64_t h = 0; h < dim; ++h)
+          for (int64_t i = 0; i < num; ++i)
+            found[i] += A(widened(x[(row + i) * dim + h])) * A(widened(y[(row + i) * dim + h]));
+        std::copy(found, found + num, sums + row);
+      }
+    };
+  });
+  return ffi::Error::Success();
+}
+
+enum class Pass { kForward, kBackward, kDelta };
+
+template <class T, class A>
+ffi::Error run_pass(Pass pass, ffi::ThreadPool& pool, ffi::RemainingArgs& args, ffi::RemainingRets& rets,
+                    ffi::Dictionary& attrs) {
+  return pass == Pass::kDelta ? run_delta<T, A>(pool, args, rets)
+                              : run<T, A>(pool, args, rets, attrs, pass == Pass::kBackward);
+}
+
+template <Pass pass>
+ffi::Error dispatch(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
+  const size_t rows = pass == Pass::kDelta ? 0 : 2;  // the argument that tells the dtype
+  switch (args.get<ffi::AnyBuffer>(rows).value().element_type()) {
     case ffi::F32:
-      return run<float, float>(pool, args, rets, attrs, is_backward);
+      return run_pass<float, float>(pass, pool, args, rets, attrs);
     case ffi::F64:
-      return run<double, double>(pool, args, rets, attrs, is_backward);
+      return run_pass<double, double>(pass, pool, args, rets, attrs);
     case ffi::BF16:
-      return run<BFloat16, float>(pool, args, rets, attrs, is_backward);
+      return run_pass<BFloat16, float>(pass, pool, args, rets, attrs);
     case ffi::F16:
-      return run<Float16, float>(pool, args, rets, attrs, is_backward);
+      return run_pass<Float16, float>(pass, pool, args, rets, attrs);
     default:
       return ffi::Error::InvalidArgument("ringjax takes float32, float64, bfloat16 and float16");
   }
-}
-
-ffi::Error forward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  return dispatch(pool, args, rets, attrs, false);
-}
-
-ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
-  return dispatch(pool, args, rets, attrs, true);
 }
 
 }  // namespace ringjax
@@ -168,5 +194,6 @@ ffi::Error backward(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
 #define RINGJAX_BINDING \
   xla::ffi::Ffi::Bind().Ctx<xla::ffi::ThreadPool>().RemainingArgs().RemainingRets().Attrs()
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ringjax_forward, ringjax::forward, RINGJAX_BINDING);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(ringjax_backward, ringjax::backward, RINGJAX_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ringjax_forward, ringjax::dispatch<ringjax::Pass::kForward>, RINGJAX_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ringjax_backward, ringjax::dispatch<ringjax::Pass::kBackward>, RINGJAX_BINDING);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(ringjax_delta, ringjax::dispatch<ringjax::Pass::kDelta>, RINGJAX_BINDING);

@@ -19,7 +19,7 @@ import tempfile
 import jax
 
 SWITCH = "RINGJAX_NATIVE"  # "0" leaves CPUs to plain XLA
-TARGETS = ("ringjax_forward", "ringjax_backward")
+TARGETS = ("ringjax_forward", "ringjax_backward", "ringjax_delta")
 _SOURCES = ("attention.cc", "backward.h", "forward.h", "rows.h", "vectors.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _PATIENCE = 300  # seconds; compiling takes about 10
@@ -34,22 +34,29 @@ def why_not() -> str:
 
 @functools.cache
 def _loaded() -> str:
+    compiler = next(
+        (path for name in (os.environ.get("CXX"), *_COMPILERS) if name and (path := shutil.which(name))), None
+    )
+    if compiler is None:
+        return f"there is no C++ compiler (CXX, {', '.join(_COMPILERS)})"
     try:
-        library = ctypes.CDLL(str(_library()))
-    except (OSError, subprocess.SubprocessError) as error:
-        stderr = getattr(error, "stderr", None) or str(error)
-        return f"compiling them failed: {stderr.strip().splitlines()[0] if stderr.strip() else error!r}"
+        library = ctypes.CDLL(str(_library(compiler)))
+    except subprocess.CalledProcessError as error:
+        return f"compiling them failed: {next(iter(error.stderr.strip().splitlines()), error)}"
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return f"compiling them failed: {error}"
     for name in TARGETS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     return ""
 
 
-def _library() -> pathlib.Path:
+def _library(compiler: str) -> pathlib.Path:
     """The compiled library, made if it is not there yet."""
     here = pathlib.Path(__file__).parent
-    compiler = _compiler()
     command = [compiler, *_flags(), f"-I{jax.ffi.include_dir()}"]
-    processor = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])  # the compiler's macros: its version, the vectors
+    processor = _run(
+        [*command, "-dM", "-E", "-x", "c++", os.devnull]
+    )  # the compiler's macros: its version, the vectors
     headers = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api").glob("*.h")
     made_from = [path.read_bytes() for path in (*(here / name for name in _SOURCES), *sorted(headers))]
     digest = hashlib.sha256(b"\0".join([repr(command[1:-1]).encode(), processor.encode(), *made_from])).hexdigest()
@@ -64,13 +71,6 @@ def _library() -> pathlib.Path:
         finally:
             unfinished.unlink(missing_ok=True)
     return library
-
-
-def _compiler() -> str:
-    found = next((path for name in (os.environ.get("CXX", ""), *_COMPILERS) if name and (path := shutil.which(name))), "")
-    if not found:
-        raise OSError(f"no C++ compiler found (CXX, {', '.join(_COMPILERS)})")
-    return found
 
 
 def _flags() -> list[str]:
@@ -93,5 +93,7 @@ def _folder() -> pathlib.Path:
 
 
 def _run(command: list[str]) -> str:
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=_PATIENCE, stdin=subprocess.DEVNULL
+    )
     return done.stdout

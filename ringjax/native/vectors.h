@@ -100,7 +100,7 @@ inline void product(int rows, int columns, A* c, int c_row, const A* a, int a_ro
   }
 }
 
-// exp(x) to an ulp or two, and 0 where it is too small to be a normal number; x is not far above 0.
+// exp(x) to an ulp or two, and 0 where it is too small to be a normal number; x is not far above 0. NaN stays NaN.
 inline Floats<float> exponential(Floats<float> x) {
   const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to whole numbers
   const Floats<float> shifted = x * 1.44269504f + magic;
@@ -112,9 +112,8 @@ inline Floats<float> exponential(Floats<float> x) {
   y = y * r + 0.5f;
   y = y * r + 1.0f;
   y = y * r + 1.0f;
-  const Ints<float> power = reinterpret_cast<const Ints<float>&>(shifted) << 23;
-  const Ints<float> bits = reinterpret_cast<const Ints<float>&>(y) + power;
-  return x > -87.3f ? reinterpret_cast<const Floats<float>&>(bits) : Floats<float>{};
+  const Ints<float> power = (reinterpret_cast<const Ints<float>&>(shifted) + 127) << 23;  // the bits of a power of two
+  return x < -87.3f ? Floats<float>{} : y * reinterpret_cast<const Floats<float>&>(power);
 }
 
 inline Floats<double> exponential(Floats<double> x) {
@@ -125,9 +124,8 @@ inline Floats<double> exponential(Floats<double> x) {
   for (double factor : {1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0,
                         1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0})
     y = y * r + factor;
-  const Ints<double> power = reinterpret_cast<const Ints<double>&>(shifted) << 52;
-  const Ints<double> bits = reinterpret_cast<const Ints<double>&>(y) + power;
-  return x > -708.0 ? reinterpret_cast<const Floats<double>&>(bits) : Floats<double>{};
+  const Ints<double> power = (reinterpret_cast<const Ints<double>&>(shifted) + 1023) << 52;
+  return x < -708.0 ? Floats<double>{} : y * reinterpret_cast<const Floats<double>&>(power);
 }
 
 // Numbers of 16 bits, as they are stored.

@@ -1,0 +1,123 @@
+"""The kernels on CPU: when they are compiled and used, and what happens where they cannot be."""
+
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import NARROW, QUICK, WIDE, Case, assert_equals_oracle, by_definition, error, run
+
+import ringjax as rj
+from ringjax.native import build
+
+pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "compiled")
+
+CASE = Case(length=96, segment_lengths=(96,), dilation_rates=(2,), is_causal=True)
+
+
+def program(**keywords) -> str:
+    q, k, v, _ = CASE.arrays(np.float32)
+    return jax.jit(lambda *x: rj.dilated_attention(*x, CASE.pattern, **keywords)).lower(q, k, v).as_text()
+
+
+def test_they_run_unless_told_otherwise(monkeypatch):
+    assert "ringjax_forward" in program()
+    assert "ringjax_forward" in program(implementation="native")
+    assert "ringjax_forward" not in program(implementation="xla")
+    monkeypatch.setenv("RINGJAX_NATIVE", "0")
+    assert "ringjax_forward" not in program()
+    with pytest.raises(NotImplementedError, match="the cpu kernels are not there: RINGJAX_NATIVE=0 is set"):
+        program(implementation="native")
+
+
+def test_what_they_do_not_have():
+    with pytest.raises(NotImplementedError, match="`dropout_rate` above 0, which the kernels do not have"):
+        program(implementation="native", dropout_rate=0.1, dropout_rng=jax.random.key(0))
+    with pytest.raises(ValueError, match="`block_sizes` must be None with `implementation='native'`"):
+        program(implementation="native", block_sizes=rj.BlockSizes(128, 128))
+    with pytest.raises(NotImplementedError, match="the cpu kernels take head dims from 1 to 256, not 300"):
+        x = jnp.ones((1, 8, 1, 300))
+        rj.dilated_attention(x, x, x, CASE.pattern, implementation="native")
+
+
+# one task on several threads: the gradients of queries and of keys are two passes; more tasks: one pass
+@pytest.mark.parametrize("kv_heads", [1, 8])
+@pytest.mark.parametrize("dim", [3, 40, 256])
+def test_blocks_tiles_and_widths_that_nothing_divides(kv_heads, dim):
+    case = Case(1101, 1, kv_heads, 3 // (kv_heads % 7 + 1) + 1, dim, (1101,), (3,), is_causal=True, ids=True)
+    assert_equals_oracle(case, (WIDE if dim == 40 else NARROW,), implementations=("native",), compiler_options=QUICK)
+
+
+@pytest.mark.parametrize("factor", [1e4, 1e-30])
+def test_extreme_scores(factor):
+    case = CASE._replace(scale=factor)
+    for x, right in zip(
+        run(rj.dilated_attention, case.arrays(np.float32), case.pattern, **case.keywords(), implementation="native"),
+        by_definition(case, case.arrays(np.float32)),
+        strict=True,
+    ):
+        assert np.isfinite(x).all()
+        assert error(x, right) < 1e-2  # scores of 1e4 have a rounding of 5e-4
+
+
+def test_not_a_number_is_not_lost():
+    q, k, v, g = CASE.arrays(np.float32)
+    payload = np.frombuffer(np.uint32(0x7FC00123).tobytes(), np.float32)[0]  # a NaN whose lower bits are not 0
+    for nan in (np.nan, payload):
+        out, dq, *_ = run(rj.dilated_attention, (q, k.at[:, 40].set(nan), v, g), CASE.pattern, is_causal=True)
+        assert np.isnan(out[:, 40::2, 0]).all() and np.isnan(dq[:, 40::2, 0]).all()  # rows that see the key
+        assert not np.isnan(out[:, :40]).any() and not np.isnan(out[:, :, 1]).any()
+
+
+def test_equal_calls_give_equal_bits():
+    arrays = Case(length=2048, batch=1, kv_heads=2).arrays(np.float32)
+    pattern = rj.DilationPattern((2048,), (1,))
+    first, *others = (run(rj.dilated_attention, arrays, pattern, is_causal=True) for _ in range(4))
+    for other in others:
+        for x, y in zip(first, other, strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
+SCRIPT = """
+import jax, jax.numpy as jnp, numpy as np, ringjax as rj
+from ringjax.native import build
+x = jnp.ones((1, 8, 1, 4))
+np.testing.assert_array_equal(rj.dilated_attention(x, x, x, rj.DilationPattern((8,), (1,))), x)
+print(build.why_not() or "native")
+"""
+
+
+def answer(**environment) -> str:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
+    command = [sys.executable, "-c", SCRIPT]
+    return subprocess.run(command, check=True, env=environment, stdout=-1, text=True, timeout=300).stdout.strip()
+
+
+def test_compiled_once_and_kept(tmp_path):
+    assert answer(XDG_CACHE_HOME=str(tmp_path)) == "native"
+    (library,) = (tmp_path / "ringjax").iterdir()
+    made = library.stat().st_mtime_ns
+    assert (tmp_path / "ringjax").stat().st_mode & 0o077 == 0  # nobody else can put a library there
+    assert answer(XDG_CACHE_HOME=str(tmp_path)) == "native"
+    assert [x.stat().st_mtime_ns for x in (tmp_path / "ringjax").iterdir()] == [made]
+
+
+def test_without_a_compiler_plain_xla_computes(tmp_path):
+    reason = answer(XDG_CACHE_HOME=str(tmp_path), PATH=str(tmp_path), CXX="")
+    assert reason == "there is no C++ compiler (CXX, c++, g++, clang++)"
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\necho 'this compiler is broken' >&2\nexit 1\n")
+    broken.chmod(0o755)
+    reason = answer(XDG_CACHE_HOME=str(tmp_path), CXX=str(broken))
+    assert reason == "compiling them failed: this compiler is broken"
+    assert not list(tmp_path.glob("ringjax/*"))  # nothing half made is left
+
+
+@pytest.mark.slow
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "ringjax").write_text("a file stands where the folder should")
+    assert answer(XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path)) == "native"
+    assert list(tmp_path.glob("ringjax-*/*.so"))
