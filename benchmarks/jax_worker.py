@@ -50,12 +50,13 @@ class Placement:
         return np.asarray(rj.from_layout(np.asarray(x.astype(jnp.float32)), self.layout, self.size))
 
 
-def ringjax_on(case: Case, ring: rj.Ring | None = None):
-    return functools.partial(rj.dilated_attention, pattern=pattern_of(case), is_causal=case.causal, ring=ring)
+def ringjax_on(case: Case, ring: rj.Ring | None = None, implementation: str | None = None):
+    options = {"is_causal": case.causal, "ring": ring, "implementation": implementation}
+    return functools.partial(rj.dilated_attention, pattern=pattern_of(case), **options)
 
 
-def one_device(case: Case, **_):
-    return ringjax_on(case), Placement()
+def one_device(case: Case, implementation: str | None = None, **_):
+    return ringjax_on(case, implementation=implementation), Placement()
 
 
 def dense(case: Case, **_):

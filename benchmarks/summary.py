@@ -36,13 +36,14 @@ def last(table: Table, name: str) -> str:
 def tables_of(tables: Sequence[Table]) -> str:
     """Beside PyTorch, and rings over one device."""
     by_name = {table.name: table for table in tables}
-    compared = ["against PyTorch", "ring of 2 against PyTorch", "memory against PyTorch"]
+    compared = [f"{name} PyTorch" for name in ("against", "ring of 2 against", "plain XLA against", "memory against")]
     compared += ["dense JAX over ours", "dense PyTorch over ours", "GFLOP/s"]
     first = pick(by_name["compare"], ["tokens", "mask", "pass", "ringjax s", *compared])
     second = pick(by_name["rings"], ["tokens", "mask", "pass", *RINGS])
     return f"""{first}
 
-PyTorch: a LongNet over its CPU flash operator. A ring of two CPU devices uses the same two cores. Rings of CPU devices,
+PyTorch: a LongNet over its CPU flash operator. A ring of two CPU devices uses the same two cores. Plain XLA is what runs
+without a C++ compiler. Rings of CPU devices,
 time over the better of one device and two head-sharded devices on the same cores, so that 1 is no loss; the reference
 system is a PyTorch library of ring dilated attention, with its published figures:
 

@@ -69,10 +69,11 @@ def dilated_attention(
         ring: The devices that share the sequence, or None for one device. All arrays are then in the ring's layout
             (`to_layout`), and stay sharded over it.
         implementation: None for the kernels of the platform on which the program runs where they apply, and plain XLA
-            elsewhere (see `plan`); ``"xla"`` or ``"pallas"`` to insist; ``"interpret_tpu"`` and ``"interpret_gpu"``
-            interpret the kernels on any platform, slowly, to check them. (To export for CUDA where there is no GPU, JAX
+            elsewhere (see `plan`); ``"xla"``, ``"pallas"`` (TPU and GPU) or ``"native"`` (CPU, compiled at first use)
+            to insist; ``"interpret_tpu"`` and ``"interpret_gpu"`` interpret the Pallas kernels on any platform, slowly, to
+            check them. (To export for CUDA where there is no GPU, JAX
             wants an abstract device in the mesh, and `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`.)
-        block_sizes: Rows per block of the kernels, or None for our choice.
+        block_sizes: Rows per block of the Pallas kernels, or None for our choice.
 
     Returns:
         The attention (B, T, N, H) in the dtype of `query`; sums are taken in at least float32.

@@ -29,6 +29,7 @@ from ringjax.cli.running import (
     with_gradient,
 )
 from ringjax.devices import Ring
+from ringjax.native import build
 from ringjax.pattern import DilationPattern
 from ringjax.report import bytes_text
 
@@ -182,6 +183,9 @@ def _links(devices: list[Any]) -> str:
 
 def _kernels() -> dict[str, str]:
     kind = jax.default_backend()
+    if kind == "cpu":
+        reason = build.why_not()
+        return {"all": f"plain XLA: {reason}" if reason else "kernels in C++, compiled for this machine"}
     if kind not in ("tpu", "gpu"):
         return {"all": f"plain XLA: there are no kernels for {kind}"}
     target: Target = "tpu" if kind == "tpu" else "gpu"
