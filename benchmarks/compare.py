@@ -86,8 +86,8 @@ def dilated(bench: Bench) -> Table:
         "gradients. 8 heads of 64, float32; segments 2048, 4096, 8192 with rates 1, 2, 4 at 8,192 tokens and 2048, "
         "8192, 32768 with 1, 4, 8 at 32,768. ringjax runs its kernels in C++, compiled on this machine. Plain XLA is "
         "what it runs without a compiler, and is behind because XLA's CPU backend starts and joins its threads for "
-        "each matrix multiply and writes scores to memory between two of them, where the flash operator and our kernels "
-        "keep them in the cache of one core."
+        "each matrix multiply and writes scores to memory between two of them, where the flash operator and our "
+        "kernels keep them in the cache of one core."
     )
     return Table("compare", "Dilated attention beside PyTorch and dense attention", about, rows)
 

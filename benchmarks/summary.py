@@ -42,10 +42,10 @@ def tables_of(tables: Sequence[Table]) -> str:
     second = pick(by_name["rings"], ["tokens", "mask", "pass", *RINGS])
     return f"""{first}
 
-PyTorch: a LongNet over its CPU flash operator. A ring of two CPU devices uses the same two cores. Plain XLA is what runs
-without a C++ compiler. Rings of CPU devices,
-time over the better of one device and two head-sharded devices on the same cores, so that 1 is no loss; the reference
-system is a PyTorch library of ring dilated attention, with its published figures:
+PyTorch: a LongNet over its CPU flash operator. A ring of two CPU devices uses the same two cores. Plain XLA is what
+runs without a C++ compiler. Rings of CPU devices, time over the better of one device and two head-sharded devices on
+the same cores, so that 1 is no loss; the reference system is a PyTorch library of ring dilated attention, with its
+published figures:
 
 {second}"""
 

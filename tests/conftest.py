@@ -12,3 +12,13 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 @pytest.fixture(autouse=True)
 def _fresh_cache():
     rj.pattern_cache_clear()
+
+
+@pytest.fixture(params=["default", "plain XLA"])
+def either_implementation(request, monkeypatch):
+    """Runs a test twice: with what a CPU runs by default, and with what it runs without a compiler."""
+    if request.param == "plain XLA":
+        monkeypatch.setenv("RINGJAX_NATIVE", "0")
+    jax.clear_caches()  # of functions that were traced with the other
+    yield
+    jax.clear_caches()

@@ -7,6 +7,7 @@ from cases import QUICK, Case, error, low_precision_errors, run, with_gradients
 
 import ringjax as rj
 
+pytestmark = pytest.mark.usefixtures("either_implementation")
 SLOW = pytest.mark.slow
 
 

@@ -1,23 +1,28 @@
 """What can be counted in the compiled program: memory and size."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import QUICK
+from cases import IMPLEMENTATIONS, QUICK
 
 import ringjax as rj
 
 PATTERN = rj.DilationPattern((512, 2048, 8192), (1, 4, 16))
 
 
-def lowered_gradient(length, is_causal, heads=8, dim=64, pattern=PATTERN):
+BOTH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+
+
+def lowered_gradient(length, is_causal, implementation, heads=8, dim=64, pattern=PATTERN):
     x = jax.ShapeDtypeStruct((1, length, heads, dim), jnp.float32)
-    f = jax.jit(
-        jax.grad(lambda q, k, v: rj.dilated_attention(q, k, v, pattern, is_causal=is_causal).sum(), argnums=(0, 1, 2))
+    attention = functools.partial(
+        rj.dilated_attention, pattern=pattern, is_causal=is_causal, implementation=implementation
     )
+    f = jax.jit(jax.grad(lambda q, k, v: attention(q, k, v).sum(), argnums=(0, 1, 2)))
     return f.lower(x, x, x), 3 * math.prod(x.shape) * 4
 
 
@@ -30,43 +35,50 @@ def temporaries(compiled) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+@BOTH
 @pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.slow), True])
-def test_gradient_memory_is_linear_and_small(is_causal):
-    small, _ = compiled_gradient(8192, is_causal)
-    large, inputs = compiled_gradient(32768, is_causal)
+def test_gradient_memory_is_linear_and_small(is_causal, implementation):
+    small, _ = compiled_gradient(8192, is_causal, implementation)
+    large, inputs = compiled_gradient(32768, is_causal, implementation)
     assert temporaries(large) <= 2.5 * inputs
     assert math.log(temporaries(large) / temporaries(small)) / math.log(4) <= 1.05
 
 
+@BOTH
 @pytest.mark.parametrize(
     ("length", "pattern"),
     [(16385, PATTERN), (32768, rj.DilationPattern.longnet()), (4096, rj.DilationPattern((16,), (1 << 40,)))],
     ids=["length", "rates", "rate beyond segment"],
 )
-def test_gradient_memory_is_small_where_nothing_divides(length, pattern):
-    compiled, inputs = compiled_gradient(length, False, pattern=pattern)
+def test_gradient_memory_is_small_where_nothing_divides(length, pattern, implementation):
+    compiled, inputs = compiled_gradient(length, False, implementation, pattern=pattern)
     assert temporaries(compiled) <= 2.5 * inputs
 
 
+@BOTH
 @pytest.mark.parametrize("made", [lowered_gradient, pytest.param(compiled_gradient, marks=pytest.mark.slow)])
-def test_program_does_not_grow_with_the_length(made):
+def test_program_does_not_grow_with_the_length(made, implementation):
     pattern = rj.DilationPattern.geometric(2048, 32768, 16)
-    sizes = [len(made(length, True, pattern=pattern)[0].as_text()) for length in (65536, 1048576)]
+    sizes = [len(made(length, True, implementation, pattern=pattern)[0].as_text()) for length in (65536, 1048576)]
     assert max(sizes) <= 1.2 * min(sizes)
 
 
-def test_no_constant_grows_with_the_length():
+@BOTH
+def test_no_constant_grows_with_the_length(implementation):
     x = jax.ShapeDtypeStruct((1, 1048576, 2, 8), jnp.float32)
     pattern = rj.DilationPattern((3000, 1048576), (7, 16))  # r does not divide w, w does not divide T
-    closed = jax.make_jaxpr(lambda q: rj.dilated_attention(q, q, q, pattern))(x)
+    attention = functools.partial(rj.dilated_attention, pattern=pattern, implementation=implementation)
+    closed = jax.make_jaxpr(lambda q: attention(q, q, q))(x)
     assert max((np.size(c) for c in jax.tree.leaves(closed.consts)), default=0) < 100
-    assert len(jax.jit(lambda q: rj.dilated_attention(q, q, q, pattern)).lower(x).as_text()) < 400_000
+    assert len(jax.jit(lambda q: attention(q, q, q)).lower(x).as_text()) < 400_000
 
 
+@BOTH
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_gradient_memory_at_full_size(is_causal):
+def test_gradient_memory_at_full_size(is_causal, implementation):
     pattern = rj.DilationPattern((2048, 8192, 32768), (1, 4, 8))
-    (small, _), (large, inputs) = (compiled_gradient(n, is_causal, pattern=pattern) for n in (16384, 65536))
+    made = (compiled_gradient(n, is_causal, implementation, pattern=pattern) for n in (16384, 65536))
+    (small, _), (large, inputs) = made
     assert temporaries(large) <= 2.5 * inputs
     assert math.log(temporaries(large) / temporaries(small)) / math.log(4) <= 1.05

@@ -1,5 +1,6 @@
 """What can be counted in the compiled ring: collectives, their bytes and dtypes, memory, balance, size."""
 
+import itertools
 import re
 import sys
 from collections import Counter
@@ -8,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import QUICK, ring_mesh
+from cases import IMPLEMENTATIONS, QUICK, ring_mesh
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ringjax as rj
@@ -37,6 +38,7 @@ class Program:
 
     def __init__(self, pattern, p, *, is_gradient, length=256, heads=4, dim=8, group=1, ids=False, **options):
         dtype, is_causal = options.pop("dtype", "float32"), options.pop("is_causal", False)
+        implementation = options.pop("implementation", None)
         options = {"strategy": "ring", **options}
         mesh = ring_mesh(p)
         ring = rj.Ring(mesh, **options)
@@ -46,7 +48,7 @@ class Program:
         segment_ids = [shaped(1, length, dtype="int32")] if ids else []
 
         def attention(q, k, v, *ids):
-            keywords = {"segment_ids": ids[0]} if ids else {}
+            keywords = {"segment_ids": ids[0] if ids else None, "implementation": implementation}
             return rj.dilated_attention(q, k, v, pattern, ring=ring, is_causal=is_causal, **keywords)
 
         def both(q, k, v, g, *ids):
@@ -130,23 +132,31 @@ def executed(text: str) -> Counter:
     return count(entry, 1)
 
 
-SLOW = ("contiguous 2", "zigzag 4, float16", "unaligned 3, a long segment", "rates that do not fit 4")
+FORWARD = ("contiguous 2", "zigzag 4, float16", "unaligned 3, a long segment", "rates that do not fit 4")
 
 
-# by default those whose gradient, which says as much of the forward pass, is slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in SLOW else [pytest.mark.slow]) for n in CASES])
-def test_forward_collectives_are_those_of_the_plan(name):
+def each_case(*quick: str):
+    """All cases in both implementations: those named by default, in one and the other by turns, the rest slow."""
+    rows = []
+    for (i, name), (j, implementation) in itertools.product(enumerate(CASES), enumerate(IMPLEMENTATIONS)):
+        marks = [] if name in quick and (i + j) % 2 else [pytest.mark.slow]
+        rows.append(pytest.param(name, implementation, marks=marks))
+    return pytest.mark.parametrize(("name", "implementation"), rows)
+
+
+@each_case(*FORWARD)
+def test_forward_collectives_are_those_of_the_plan(name, implementation):
     pattern, p, options = CASES[name]
-    program = Program(pattern, p, is_gradient=False, **options)
+    program = Program(pattern, p, is_gradient=False, implementation=implementation, **options)
     counts = executed(program.lowered.compile(compiler_options=QUICK).as_text())
     assert counts == program.planned("forward")
     assert bool(counts) == (name != "local")
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if n in SLOW else []) for n in CASES])
-def test_gradient_collectives_are_those_of_the_plan(name):
+@each_case(*(name for name in CASES if name not in FORWARD))  # the gradient says as much of the forward pass
+def test_gradient_collectives_are_those_of_the_plan(name, implementation):
     pattern, p, options = CASES[name]
-    program = Program(pattern, p, is_gradient=False, **options)
+    program = Program(pattern, p, is_gradient=False, implementation=implementation, **options)
     forward, backward = (executed(compiled.as_text()) for compiled in program.passes())
     assert forward == program.planned("forward")
     assert backward == program.planned("backward")
@@ -155,9 +165,10 @@ def test_gradient_collectives_are_those_of_the_plan(name):
     assert moves <= ({"keys"} if "grouped queries" in name else {"queries"})
 
 
-def test_long_messages_are_cut_as_planned(monkeypatch):
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_long_messages_are_cut_as_planned(monkeypatch, implementation):
     monkeypatch.setattr(sys.modules["ringjax.plan"], "_LONG_MESSAGE", 512)
-    program = Program(ALIGNED, 4, is_gradient=True)
+    program = Program(ALIGNED, 4, is_gradient=True, implementation=implementation)
     assert [b.pieces for b in program.plan.branches] == [1, 4]
     counts = executed(program.lowered.compile(compiler_options=QUICK).as_text())
     assert counts == program.planned("forward", "backward")
@@ -179,30 +190,35 @@ def device_bytes(compiled) -> int:
     return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
 
-def test_memory_falls_with_the_ring():
-    assert_memory_falls_with_the_ring(False, 1.15, "zigzag", 8, length=65536)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_memory_falls_with_the_ring(implementation):
+    assert_memory_falls_with_the_ring(False, 1.15, "zigzag", 8, 65536, implementation)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("p", [2, 4, 8])
 @pytest.mark.parametrize("is_gradient", [False, True])
-def test_memory_falls_with_every_ring(is_gradient, p, layout):
-    assert_memory_falls_with_the_ring(is_gradient, 1.25 if is_gradient else 1.15, layout, p, length=65536)
+def test_memory_falls_with_every_ring(is_gradient, p, layout, implementation):
+    share = 1.25 if is_gradient else 1.15
+    assert_memory_falls_with_the_ring(is_gradient, share, layout, p, 65536, implementation)
 
 
-def assert_memory_falls_with_the_ring(is_gradient, share, layout, p, length):
+def assert_memory_falls_with_the_ring(is_gradient, share, layout, p, length, implementation):
     pattern = rj.DilationPattern((2048, 8192, length), (1, 4, 16))
     keywords = {"is_gradient": is_gradient, "length": length, "heads": 8, "dim": 64, "is_causal": True}
-    one, many = (Program(pattern, n, layout=layout, strategy="auto", **keywords).lowered.compile(QUICK) for n in (1, p))
+    keywords |= {"layout": layout, "strategy": "auto", "implementation": implementation}
+    one, many = (Program(pattern, n, **keywords).lowered.compile(QUICK) for n in (1, p))
     assert device_bytes(many) * p <= share * device_bytes(one)
     arrays = 8 if is_gradient else 4
     assert device_bytes(many) * p <= (2.2 if is_gradient else 2.0) * arrays * length * 8 * 64 * 4
 
 
-def test_memory_estimate_of_the_plan_is_close():
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_memory_estimate_of_the_plan_is_close(implementation):
     pattern = rj.DilationPattern((512, 2048, 16384), (1, 4, 16))
-    program = Program(pattern, 4, is_gradient=False, length=16384, heads=8, dim=64)
+    program = Program(pattern, 4, is_gradient=False, length=16384, heads=8, dim=64, implementation=implementation)
     real = device_bytes(program.lowered.compile())
     assert 0.7 * real <= program.plan.forward_memory <= 2 * real
 

@@ -9,6 +9,7 @@ from jax import lax
 
 import ringjax as rj
 
+pytestmark = pytest.mark.usefixtures("either_implementation")
 SLOW = pytest.mark.slow
 CASE = Case(length=40, kv_heads=2, group=2, segment_lengths=(8, 40), dilation_rates=(1, 3))
 ONE_BRANCH = Case(length=40, kv_heads=2, group=2, segment_lengths=(20,), dilation_rates=(2,))  # compiles sooner
