@@ -14,11 +14,17 @@ def _fresh_cache():
     rj.pattern_cache_clear()
 
 
-@pytest.fixture(params=["default", "plain XLA"])
-def either_implementation(request, monkeypatch):
-    """Runs a test twice: with what a CPU runs by default, and with what it runs without a compiler."""
-    if request.param == "plain XLA":
-        monkeypatch.setenv("RINGJAX_NATIVE", "0")
-    jax.clear_caches()  # of functions that were traced with the other
+@pytest.fixture
+def without_native(monkeypatch):
+    """CPUs run plain XLA, as without a compiler."""
+    monkeypatch.setenv("RINGJAX_NATIVE", "0")
+    jax.clear_caches()  # of functions that were traced with kernels
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(params=["default", "plain XLA"])
+def either_implementation(request):
+    """Runs a test twice: with what a CPU runs by default, and with what it runs without a compiler."""
+    if request.param == "plain XLA":
+        request.getfixturevalue("without_native")

@@ -12,6 +12,7 @@ import pathlib
 import pkgutil
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +27,7 @@ from flax import nnx
 
 import ringjax as rj
 from ringjax.models import LongNetConfig, LongNetDecoder, next_token_targets, token_loss
+from ringjax.native import build
 
 PATTERN = rj.DilationPattern(segment_lengths=(16, 64), dilation_rates=(1, 4))
 
@@ -92,6 +94,12 @@ def command() -> None:
         assert told["ringjax"] == rj.__version__ and told["plan"]["ring_size"] == 2, told
 
 
+def kernels() -> None:
+    """The wheel has the sources of the kernels on CPU, and a machine with a compiler compiles them."""
+    reason = build.why_not()
+    assert bool(reason) == (shutil.which("c++") is None), reason
+
+
 def main() -> None:
     home = pathlib.Path(rj.__file__).parent
     assert home.parent == pathlib.Path(sysconfig.get_path("purelib")), f"ringjax comes from {home}, not from the wheel"
@@ -100,6 +108,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 2)
     names = every_module()
+    kernels()
     attention()
     model()
     command()

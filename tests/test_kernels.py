@@ -166,8 +166,8 @@ def test_gradient_lowers_for_platform(platform, on):
     assert other not in text
 
 
-def test_one_exported_program_serves_several_platforms(monkeypatch):
-    monkeypatch.setenv("RINGJAX_NATIVE", "0")  # those on CPU are of the machine that compiled them
+@pytest.mark.usefixtures("without_native")  # those on CPU are of the machine that compiled them
+def test_one_exported_program_serves_several_platforms():
     module = exported(gradient, ["cpu", "tpu", "cuda"])
     assert all(kernel in module.mlir_module() for kernel in KERNEL.values())
     arrays = Case(1024, 1, 2, 2, 64).arrays(jnp.bfloat16)

@@ -199,7 +199,7 @@ class Backend:
             return f"the gpu kernels need compute capability {_SM_80}, not {_oldest_gpu()}"
         if target == "cpu":
             if self.implementation is None and jax.default_backend() != "cpu":
-                return "another platform is the default"  # nothing is compiled in vain
+                return "another platform is the default"  # nothing is compiled for it unless asked for
             return f"the cpu kernels are not there: {reason}" if (reason := build.why_not()) else case.misfit("cpu")
         return case.misfit(target, self.sizes)
 

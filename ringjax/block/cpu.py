@@ -14,7 +14,7 @@ from ringjax.block.platform import on_its_platform
 from ringjax.block.strided import How, Joint, Rows
 from ringjax.softmax import Partial
 
-KEY_ROWS = 64  # of a block, as the kernels are written
+KEY_ROWS = 64  # of a block, as the kernels are written; they refuse another number
 
 
 def forward(prior: Partial, rows: Rows, spans: Array, how: How) -> Partial:
@@ -34,8 +34,9 @@ def backward(
 def delta(dout: Array, out: Array, dtype: jnp.dtype) -> Array:
     """The same as `softmax.delta`, summed in the order in which `backward` sums products with values.
 
-    Where a query sees one key, output and value are equal, and so are the two sums to the last bit: their difference,
-    the gradient of the score, is 0.
+    Where a query sees one key, output and value are equal (but for rounding, where grouped heads divide by a number
+    that is no power of two), and so are the two sums, to the last bit: their difference, the gradient of the score,
+    is 0.
     """
     rows = [x.reshape(-1, x.shape[-1]) for x in (dout, out)]
     (found,) = _call("delta", (*rows, jnp.zeros_like(rows[0][:, 0], dtype=dtype)), sums=1)
@@ -58,6 +59,7 @@ def _numbers(how: How) -> dict[str, np.integer | np.floating]:
         "is_causal": look.is_causal,
         "before": sum(1 << i for i, line in enumerate(look.lines) if line == "before"),
         "block": look.blocks.query,
+        "tile": look.blocks.key,
         "divisor": look.divisor,
         **how.strides._asdict(),
     }
@@ -65,7 +67,7 @@ def _numbers(how: How) -> dict[str, np.integer | np.floating]:
 
 
 def _call(name: str, arrays: tuple[Array, ...], *, sums: int, **numbers: np.integer | np.floating) -> list[Array]:
-    """Calls a kernel that adds to the last `sums` arrays in place."""
+    """Calls a kernel whose results take the place of the last `sums` arrays."""
     return on_its_platform("cpu", _kernel(name, sums, tuple(numbers.items())), *arrays, sums=sums)
 
 

@@ -87,10 +87,11 @@ def backward(
         return Grads(*(x.reshape(y.shape) for x, y in zip((dq, *dkv), prior, strict=True)))
     part_rows = _PartRows(dense, table, options)
     meeting = part_rows.meeting()
-    taken = [part_rows.taken(x, options.group) for x in (dout, lse, delta)]
+    dout = part_rows.taken(dout, options.group)
+    lse, delta = (part_rows.taken(x, options.group)[..., 0] for x in (lse, delta))
     if own is not None:  # delta is that of the part's own output
-        taken[2] = meet.delta(kernels, taken[0], part_rows.given(own), lse.dtype)[..., None]
-    queries = meeting.queries._replace(dout=taken[0], lse=taken[1][..., 0], delta=taken[2][..., 0])
+        delta = meet.delta(kernels, dout, part_rows.given(own), lse.dtype)
+    queries = meeting.queries._replace(dout=dout, lse=lse, delta=delta)
     zeros = jnp.zeros_like(queries.q, dtype=lse.dtype), jnp.zeros_like(meeting.keys.kv, dtype=lse.dtype)
     dq, (dk, dv) = meet.backward(kernels, zeros, meeting._replace(queries=queries), part_rows.counts)
     return part_rows.add(prior, (dq, dk, dv))

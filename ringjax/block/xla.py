@@ -140,8 +140,8 @@ def backward(
         q, k, v, ids = _gather(inputs, lse.dtype, at, walk, options.scale)
         dout_rows = _padded(_rows(at.box, dout, lse.dtype, _read_ids(inputs, at)), walk, group)
         out_rows = _padded(from_bits((at.own if own_rows else at.box).read(out)).astype(lse.dtype), walk, group)
-        if options.dropout_rate == 0:
-            # the gradients of scores hang on differences of values only; a row that sees the first key alone has none
+        if table.rows == 1 and options.dropout_rate == 0:
+            # gradients of scores hang on differences of values only: a query with one key has none, to the last bit
             v, out_rows = v - v[:, :1], out_rows - v[:, :1] / options.divisor
         delta = softmax.delta(dout_rows, out_rows, lse.dtype)  # of the undivided output, as the division cancels
         lse_rows = softmax.for_backward(_padded(at.box.read(lse), walk, group)[..., 0])

@@ -3,6 +3,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <thread>
 
 #include "backward.h"
 #include "forward.h"
@@ -12,8 +13,8 @@ namespace ringjax {
 
 namespace ffi = xla::ffi;
 
-// Runs `make()(item)` for all items: this thread takes them one by one, and so do threads of the pool that come in time.
-// Nobody waits for a thread that has not begun, so calls inside calls cannot lock each other out.
+// Runs `make()(item)` for all items: this thread takes them one by one, and so do threads of the pool that come in
+// time. Nobody waits for a thread that has not begun, so several calls at once cannot lock each other out.
 template <class Make>
 void share(ffi::ThreadPool& pool, int64_t items, const Make& make) {
   struct State {
@@ -25,6 +26,7 @@ void share(ffi::ThreadPool& pool, int64_t items, const Make& make) {
   };
   auto state = std::make_shared<State>();
   auto work = [&make, items](State& state) {
+    if (state.next >= items) return;
     auto worker = make();
     for (int64_t item; (item = state.next.fetch_add(1)) < items;) worker(item);
   };
@@ -56,17 +58,19 @@ void run_forward(ffi::ThreadPool& pool, const Call<T, A>& call) {
   });
 }
 
-// A thread adds to all gradients of a task. Where there are fewer tasks than threads, the gradients of queries and of keys
-// are two passes, which compute the scores twice and can be shared out by blocks.
+// A thread adds to all gradients of a task. Where there are fewer tasks than threads, the gradients of queries and of
+// keys are two passes, which compute the scores twice and can be shared out by blocks.
 template <class T, class A>
 void run_backward(ffi::ThreadPool& pool, const Call<T, A>& call) {
-  const int64_t tasks = call.num_tasks, blocks = call.query_blocks, key_blocks = (call.rows + call.block - 1) / call.block;
+  const int64_t tasks = call.num_tasks, blocks = call.query_blocks;
+  const int64_t key_blocks = (call.rows + call.block - 1) / call.block;
   auto each = [&](int64_t items, auto run) {
     share(pool, items, [&] {
       return [&run, pass = std::make_shared<Backward<T, A>>(call)](int64_t item) { run(*pass, item); };
     });
   };
-  if (tasks >= pool.num_threads() || blocks == 1) {
+  const int64_t threads = std::min<int64_t>(pool.num_threads(), std::max(1u, std::thread::hardware_concurrency()));
+  if (7 * tasks >= 5 * threads || blocks == 1) {  // two passes are 7 products, one is 5
     each(tasks, [&](auto& pass, int64_t task) { pass.run(task, 0, blocks, 0, call.rows, true, true); });
     return;
   }
@@ -80,14 +84,12 @@ void run_backward(ffi::ThreadPool& pool, const Call<T, A>& call) {
   });
 }
 
-// The array in the place of the last of `priors` arguments, which it holds to begin with.
-ffi::ErrorOr<void*> continued(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t nth) {
-  auto prior = args.get<ffi::AnyBuffer>(args.size() - rets.size() + nth);
-  auto sum = rets.get<ffi::AnyBuffer>(nth);
-  if (prior.has_error() || sum.has_error()) return ffi::Unexpected(ffi::Error::InvalidArgument("sums are missing"));
-  void* to = (*sum)->untyped_data();
-  if (to != prior->untyped_data()) std::memcpy(to, prior->untyped_data(), prior->size_bytes());
-  return to;
+// The n-th result, which takes the place of an argument, one of the last, and holds it to begin with.
+void* continued(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t nth) {
+  const auto prior = args.get<ffi::AnyBuffer>(args.size() - rets.size() + nth).value();
+  void* sum = rets.get<ffi::AnyBuffer>(nth).value()->untyped_data();
+  if (sum != prior.untyped_data()) std::memcpy(sum, prior.untyped_data(), prior.size_bytes());
+  return sum;
 }
 
 template <class T, class A>
@@ -96,6 +98,7 @@ ffi::Error run(ffi::ThreadPool& pool, ffi::RemainingArgs& args, ffi::RemainingRe
   Call<T, A> call{};
   auto buffer = [&](size_t i) { return args.get<ffi::AnyBuffer>(i).value(); };
   auto number = [&](const char* name) { return attrs.get<int64_t>(name).value(); };
+  if (number("tile") != kTile) return ffi::Error::InvalidArgument("ringjax was compiled for tiles of another size");
   const auto tasks = buffer(0), spans = buffer(1), query = buffer(2), query_marks = buffer(5), key_marks = buffer(6);
   call.tasks = static_cast<const int32_t*>(tasks.untyped_data());
   call.spans = static_cast<const int32_t*>(spans.untyped_data());
@@ -122,7 +125,7 @@ ffi::Error run(ffi::ThreadPool& pool, ffi::RemainingArgs& args, ffi::RemainingRe
   call.scale = static_cast<A>(attrs.get<double>("scale").value());
   call.share = A{1} / static_cast<A>(number("divisor"));
   A* sums[3];
-  for (size_t i = 0; i < rets.size(); ++i) sums[i] = static_cast<A*>(continued(args, rets, i).value());
+  for (size_t i = 0; i < rets.size(); ++i) sums[i] = static_cast<A*>(continued(args, rets, i));
   if (!is_backward) {
     call.out = sums[0];
     call.lse = sums[1];

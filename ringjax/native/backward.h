@@ -18,10 +18,10 @@ struct GradientTile {
   template <class T>
   void fill(const Call<T, A>& call, const Task<T, A>& task, int64_t row, int64_t present) {
     at.fill(call, task, row, present);
-    turn(q_turned, call.query, at.index, call.dim, call.scale);
-    turn(dout_turned, call.dout, at.index, call.dim, call.share);
-    copy(q, call.width(), call.query, at.index, kTile, call.dim, call.scale);
-    copy(dout, call.width(), call.dout, at.index, kTile, call.dim, call.share);
+    turn(q_turned, call.query, at, call.dim, call.scale);
+    turn(dout_turned, call.dout, at, call.dim, call.share);
+    copy(q, call.width(), call.query, at.index, at.columns, call.dim, call.scale);
+    copy(dout, call.width(), call.dout, at.index, at.columns, call.dim, call.share);
     for (int i = 0; i < kTile; ++i) {
       lse[i] = at.index[i] < 0 ? std::numeric_limits<A>::infinity() : call.lse_in[at.index[i]];
       delta[i] = at.index[i] < 0 ? A{0} : call.delta[at.index[i]];
@@ -44,11 +44,11 @@ void to_gradients(A* scores, A* gradients, const A* lse, const A* delta, int64_t
 }
 
 template <class A>
-void add_rows(A* to, const int64_t* index, const A* rows, int64_t width, int64_t num, int64_t dim, A factor) {
+void add_rows(A* to, const int64_t* index, const A* rows, int64_t width, int64_t num, int64_t dim) {
   for (int64_t i = 0; i < num; ++i) {
     if (index[i] < 0) continue;
     A* row = to + index[i] * dim;
-    for (int64_t h = 0; h < dim; ++h) row[h] += rows[i * width + h] * factor;
+    for (int64_t h = 0; h < dim; ++h) row[h] += rows[i * width + h];
   }
 }
 
@@ -85,7 +85,7 @@ class Backward {
       const int64_t start = std::max(span.first, key);
       if (start >= end) continue;
       const int64_t begin = block * call_.block;
-      const int64_t num = std::min(call_.tiles(), (call_.query_rows() - begin + kTile - 1) / kTile);
+      const int64_t num = call_.tiles_of(begin);
       for (int64_t t = 0; t < num; ++t) tiles_[t].fill(call_, task, begin + t * kTile, span.present);
       for (int64_t row = start; row < end; row += kTile) {
         keys_.fill(call_, task, row, end, span.present);
@@ -117,8 +117,8 @@ class Backward {
       product<A>(seen, width_, dk_, width_, gradients_, kTile, 1, tile.q, width_, columns, true);
     }
     if (!of_keys) return;
-    add_rows(call_.dk, keys_.index, dk_, width_, keys_.num, dim, A{1});
-    add_rows(call_.dv + call_.value_shift * dim, keys_.index, dv_, width_, keys_.num, dim, A{1});
+    add_rows(call_.dk, keys_.index, dk_, width_, keys_.num, dim);
+    add_rows(call_.dv + call_.value_shift * dim, keys_.index, dv_, width_, keys_.num, dim);
   }
 
   void write_queries(const GradientTile<A>& tile) {

@@ -52,9 +52,8 @@ struct Running {
   void merge(int i, A* out, A* lse, int64_t dim) const {
     if (total[i] == 0) return;
     const A found = peak[i] + std::log(total[i]), other = *lse, inverse = 1 / total[i];
-    const A high = std::max(found, other), lighter = std::exp(std::min(found, other) - high);
-    const A portion = lighter / (1 + lighter);
-    *lse = high + std::log1p(lighter);
+    const A lighter = std::exp(-std::abs(found - other)), portion = lighter / (1 + lighter);  // NaN if one of them is
+    *lse = (found > other ? found : other) + std::log1p(lighter);
     for (int64_t h = 0; h < dim; ++h) {
       const A mine = total[i] == 1 ? acc[h * kTile + i] : acc[h * kTile + i] * inverse;
       out[h] = found > other ? mine + (out[h] - mine) * portion : out[h] + (mine - out[h]) * portion;
@@ -87,11 +86,11 @@ class Forward {
     const Task<T, A> task(call_, number);
     const auto span = task.span(block);
     const int64_t begin = block * call_.block, dim = call_.dim;
-    const int64_t num = std::min(call_.tiles(), (call_.query_rows() - begin + kTile - 1) / kTile);
+    const int64_t num = call_.tiles_of(begin);
     if (span.first >= span.end) return;
     for (int64_t t = 0; t < num; ++t) {
       tiles_[t].fill(call_, task, begin + t * kTile, span.present);
-      turn(states_[t].q, call_.query, tiles_[t].index, dim, call_.scale);
+      turn(states_[t].q, call_.query, tiles_[t], dim, call_.scale);
       states_[t].start(dim);
     }
     for (int64_t row = span.first; row < span.end; row += kTile) {

@@ -16,8 +16,9 @@
 namespace ringjax {
 
 constexpr int kTile = 64;
+constexpr int kMostLines = 3;  // of marks: segment ids; segments and positions, where rows travelled
 
-// What all tasks of a call share. Rows are found as in `ringjax.block.gpu`; T is the dtype in which they are stored.
+// What all tasks of a call share. Rows are found as `ringjax.block.strided` says, and stored in the dtype T.
 template <class T, class A>
 struct Call {
   const int32_t *tasks, *spans;
@@ -32,10 +33,10 @@ struct Call {
 
   int64_t width() const { return (dim + kLanes<A> - 1) / kLanes<A> * kLanes<A>; }
   int64_t query_rows() const { return rows * group; }
-  int64_t tiles() const { return block / kTile; }
+  // Tiles of a query block: of the one that starts at a row, and of any.
+  int64_t tiles_of(int64_t row) const { return (std::min(block, query_rows() - row) + kTile - 1) / kTile; }
+  int64_t tiles() const { return tiles_of(0); }
 };
-
-constexpr int kMostLines = 3;
 
 // Memory of a thread, 0 at first, given out in pieces whose sizes are multiples of kTile and so stay aligned.
 template <class A>
@@ -73,19 +74,19 @@ class Task {
     return {spans_[block] * int64_t{kTile}, std::min(spans_[2 * n + block] * int64_t{kTile}, present), present};
   }
 
-  // Index of a query row, or -1 where it is not there; rows with a first mark below 0 are padding.
-  int64_t query_index(int64_t row, int64_t present) const {
-    const int64_t number = row / call_.group, position = task_[0] + number * call_.step;
+  // Index of the query row of head `nth` of a group, or -1 where it is not there; a first mark below 0 is padding.
+  int64_t query_index(int64_t number, int64_t nth, int64_t present) const {
+    const int64_t position = task_[0] + number * call_.step;
     if (number >= present || (call_.lines && call_.query_marks[position] < 0)) return -1;
-    return (position * call_.heads + task_[2]) * call_.group + row % call_.group;
+    return (position * call_.heads + task_[2]) * call_.group + nth;
   }
   int64_t key_index(int64_t row, int64_t present) const {
     const int64_t position = task_[1] + row * call_.step;
     if (row >= present || (call_.lines && call_.key_marks[position] < 0)) return -1;
     return position * call_.heads + task_[2];
   }
-  int32_t query_mark(int64_t row, int line) const {
-    return call_.query_marks[line * call_.query_positions + task_[0] + row / call_.group * call_.step];
+  int32_t query_mark(int64_t number, int line) const {
+    return call_.query_marks[line * call_.query_positions + task_[0] + number * call_.step];
   }
   int32_t key_mark(int64_t row, int line) const {
     return call_.key_marks[line * call_.key_positions + task_[1] + row * call_.step];
@@ -96,27 +97,12 @@ class Task {
   const int32_t *task_, *spans_;
 };
 
-// Turns rows (kTile of width `dim`, at the indices given) into columns (dim, kTile), multiplied by a factor.
-template <class T, class A>
-void turn(A* columns, const T* rows, const int64_t* index, int64_t dim, A factor) {
-  for (int i = 0; i < kTile; ++i) {
-    const T* row = rows + index[i] * dim;
-    if (index[i] < 0)
-      for (int64_t h = 0; h < dim; ++h) columns[h * kTile + i] = 0;
-    else
-      for (int64_t h = 0; h < dim; ++h) columns[h * kTile + i] = widened(row[h]) * factor;
-  }
-}
-
+// Rows side by side, each `width` apart.
 template <class T, class A>
 void copy(A* to, int64_t width, const T* rows, const int64_t* index, int64_t num, int64_t dim, A factor) {
-  for (int64_t i = 0; i < num; ++i) {
-    const T* row = rows + index[i] * dim;
-    if (index[i] < 0)
-      std::fill(to + i * width, to + i * width + dim, A{0});
-    else
-      for (int64_t h = 0; h < dim; ++h) to[i * width + h] = widened(row[h]) * factor;
-  }
+  for (int64_t i = 0; i < num; ++i)
+    for (int64_t h = 0; h < dim; ++h)
+      to[i * width + h] = index[i] < 0 ? A{0} : A(widened(rows[index[i] * dim + h])) * factor;
 }
 
 // A tile of query rows: where they stand, and what masks compare.
@@ -134,14 +120,23 @@ struct Tile {
     first = row / call.group;
     last = (end - 1) / call.group;
     columns = (end - row + kLanes<A> - 1) / kLanes<A> * kLanes<A>;
+    int64_t at = first, nth = row % call.group;
     for (int i = 0; i < kTile; ++i) {
-      index[i] = row + i < end ? task.query_index(row + i, present) : -1;
-      number[i] = (row + i) / call.group;
-      for (int line = 0; line < call.lines; ++line)
-        marks[line][i] = index[i] < 0 ? -1 : task.query_mark(row + i, line);
+      index[i] = row + i < end ? task.query_index(at, nth, present) : -1;
+      number[i] = at;
+      for (int line = 0; line < call.lines; ++line) marks[line][i] = index[i] < 0 ? -1 : task.query_mark(at, line);
+      if (++nth == call.group) ++at, nth = 0;
     }
   }
 };
+
+// Turns the rows of a tile, of width `dim`, into columns (dim, kTile), multiplied by a factor.
+template <class T, class A>
+void turn(A* columns, const T* rows, const Tile<A>& tile, int64_t dim, A factor) {
+  for (int i = 0; i < tile.columns; ++i)
+    for (int64_t h = 0; h < dim; ++h)
+      columns[h * kTile + i] = tile.index[i] < 0 ? A{0} : A(widened(rows[tile.index[i] * dim + h])) * factor;
+}
 
 // A block of key rows.
 template <class A>
@@ -180,19 +175,16 @@ struct Keys {
       A* row = scores + i * kTile;
       for (int j = 0; j < tile.columns; j += kLanes<A>) {
         Floats<A> x = load<A>(row + j);
-        if (is_diagonal) x = Int<A>(first + i) <= lanes(tile.number + j) ? x : hidden;
+        if (is_diagonal) x = Int<A>(first + i) <= load_ints<A>(tile.number + j) ? x : hidden;
         for (int line = 0; line < call.lines && index[i] >= 0; ++line) {
           const Int<A> mark = task.key_mark(first + i, line);
-          const Ints<A> mine = lanes(tile.marks[line] + j);
+          const Ints<A> mine = load_ints<A>(tile.marks[line] + j);
           x = (call.before >> line & 1) ? (mark <= mine ? x : hidden) : (mark == mine ? x : hidden);
         }
         store<A>(row + j, index[i] < 0 ? hidden : x);
       }
     }
   }
-
- private:
-  static Ints<A> lanes(const Int<A>* x) { return *reinterpret_cast<const Ints<A>*>(x); }
 };
 
 }  // namespace ringjax

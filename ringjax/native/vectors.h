@@ -25,13 +25,17 @@ struct Vectors;
 template <>
 struct Vectors<float> {
   typedef float Floats __attribute__((vector_size(kBytes)));
+  typedef float InMemory __attribute__((vector_size(kBytes), may_alias));
   typedef int32_t Ints __attribute__((vector_size(kBytes)));
+  typedef int32_t IntsInMemory __attribute__((vector_size(kBytes), may_alias));
   using Int = int32_t;
 };
 template <>
 struct Vectors<double> {
   typedef double Floats __attribute__((vector_size(kBytes)));
+  typedef double InMemory __attribute__((vector_size(kBytes), may_alias));
   typedef int64_t Ints __attribute__((vector_size(kBytes)));
+  typedef int64_t IntsInMemory __attribute__((vector_size(kBytes), may_alias));
   using Int = int64_t;
 };
 template <class A>
@@ -45,11 +49,15 @@ constexpr int kLanes = kBytes / sizeof(A);
 
 template <class A>
 inline Floats<A> load(const A* x) {
-  return *reinterpret_cast<const Floats<A>*>(x);
+  return *reinterpret_cast<const typename Vectors<A>::InMemory*>(x);
+}
+template <class A>
+inline Ints<A> load_ints(const Int<A>* x) {
+  return *reinterpret_cast<const typename Vectors<A>::IntsInMemory*>(x);
 }
 template <class A>
 inline void store(A* x, Floats<A> y) {
-  *reinterpret_cast<Floats<A>*>(x) = y;
+  *reinterpret_cast<typename Vectors<A>::InMemory*>(x) = y;
 }
 template <class A>
 inline Floats<A> all(A x) {
@@ -112,8 +120,8 @@ inline Floats<float> exponential(Floats<float> x) {
   y = y * r + 0.5f;
   y = y * r + 1.0f;
   y = y * r + 1.0f;
-  const Ints<float> power = (reinterpret_cast<const Ints<float>&>(shifted) + 127) << 23;  // the bits of a power of two
-  return x < -87.3f ? Floats<float>{} : y * reinterpret_cast<const Floats<float>&>(power);
+  const Ints<float> power = ((Ints<float>)shifted + 127) << 23;  // the bits of a power of two
+  return x < -87.3f ? Floats<float>{} : y * (Floats<float>)power;
 }
 
 inline Floats<double> exponential(Floats<double> x) {
@@ -124,8 +132,8 @@ inline Floats<double> exponential(Floats<double> x) {
   for (double factor : {1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0, 1.0 / 362880.0, 1.0 / 40320.0,
                         1.0 / 5040.0, 1.0 / 720.0, 1.0 / 120.0, 1.0 / 24.0, 1.0 / 6.0, 0.5, 1.0, 1.0})
     y = y * r + factor;
-  const Ints<double> power = (reinterpret_cast<const Ints<double>&>(shifted) + 1023) << 52;
-  return x < -708.0 ? Floats<double>{} : y * reinterpret_cast<const Floats<double>&>(power);
+  const Ints<double> power = ((Ints<double>)shifted + 1023) << 52;
+  return x < -708.0 ? Floats<double>{} : y * (Floats<double>)power;
 }
 
 // Numbers of 16 bits, as they are stored.
