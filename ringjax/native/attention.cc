@@ -53,7 +53,7 @@ void run_forward(ffi::ThreadPool& pool, const Call<T, A>& call) {
   share(pool, call.num_tasks * call.query_blocks, [&] {
     return [&call, pass = std::make_shared<Forward<T, A>>(call)](int64_t item) {
       const int64_t nth = item / call.num_tasks;  // the longest first
-      pass->run(item % call.num_tasks, call.is_causal ? call.query_blocks - 1 - nth : nth);
+      pass->run(call.task(item % call.num_tasks), call.is_causal ? call.query_blocks - 1 - nth : nth);
     };
   });
 }
@@ -71,7 +71,7 @@ void run_backward(ffi::ThreadPool& pool, const Call<T, A>& call) {
   };
   const int64_t threads = std::min<int64_t>(pool.num_threads(), std::max(1u, std::thread::hardware_concurrency()));
   if (7 * tasks >= 5 * threads || blocks == 1) {  // two passes are 7 products, one is 5
-    each(tasks, [&](auto& pass, int64_t task) { pass.run(task, 0, blocks, 0, call.rows, true, true); });
+    each(tasks, [&](auto& pass, int64_t item) { pass.run(call.task(item), 0, blocks, 0, call.rows, true, true); });
     return;
   }
   each(tasks * blocks, [&](auto& pass, int64_t item) {
