@@ -90,6 +90,15 @@ def test_equal_calls_give_equal_bits():
             np.testing.assert_array_equal(x, y)
 
 
+def test_one_pass_and_two_give_equal_bits():
+    """One head alone has fewer tasks than threads; among others it has not."""
+    arrays = Case(length=1500, batch=1, kv_heads=64, dim=16).arrays(np.float32)
+    pattern = rj.DilationPattern((1500,), (1,))
+    many, one = (run(rj.dilated_attention, x, pattern, is_causal=True) for x in (arrays, [x[:, :, :1] for x in arrays]))
+    for x, y in zip(many, one, strict=True):
+        np.testing.assert_array_equal(x[:, :, :1], y)
+
+
 SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np, ringjax as rj
 from ringjax.native import build

@@ -58,10 +58,24 @@ void run_forward(ffi::ThreadPool& pool, const Call<T, A>& call) {
   });
 }
 
+// The threads that a call may count on: other devices of this process may be calling too.
+class Threads {
+ public:
+  explicit Threads(ffi::ThreadPool& pool)
+      : num_(std::min<int64_t>(pool.num_threads(), std::max(1u, std::thread::hardware_concurrency())) / ++calls_) {}
+  ~Threads() { --calls_; }
+  int64_t num() const { return num_; }
+
+ private:
+  static inline std::atomic<int64_t> calls_{0};
+  const int64_t num_;
+};
+
 // A thread adds to all gradients of a task. Where there are fewer tasks than threads, the gradients of queries and of
-// keys are two passes, which compute the scores twice and can be shared out by blocks.
+// keys are two passes, which compute the scores twice and can be shared out by blocks; both ways give the same bits.
 template <class T, class A>
 void run_backward(ffi::ThreadPool& pool, const Call<T, A>& call) {
+  const Threads threads(pool);
   const int64_t tasks = call.num_tasks, blocks = call.query_blocks;
   const int64_t key_blocks = (call.rows + call.block - 1) / call.block;
   auto each = [&](int64_t items, auto run) {
@@ -69,8 +83,7 @@ void run_backward(ffi::ThreadPool& pool, const Call<T, A>& call) {
       return [&run, pass = std::make_shared<Backward<T, A>>(call)](int64_t item) { run(*pass, item); };
     });
   };
-  const int64_t threads = std::min<int64_t>(pool.num_threads(), std::max(1u, std::thread::hardware_concurrency()));
-  if (7 * tasks >= 5 * threads || blocks == 1) {  // two passes are 7 products, one is 5
+  if (7 * tasks >= 5 * threads.num() || blocks == 1) {  // two passes are 7 products, one is 5
     each(tasks, [&](auto& pass, int64_t item) { pass.run(call.task(item), 0, blocks, 0, call.rows, true, true); });
     return;
   }
