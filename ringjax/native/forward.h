@@ -32,13 +32,13 @@ struct Running {
       store<A>(peak + j, most);
       const Floats<A> finite = most > -std::numeric_limits<A>::infinity() ? most : Floats<A>{};
       const Floats<A> fall = exponential(old - finite);
-      Floats<A> sum = load<A>(total + j) * fall;
+      Floats<A> sum{};
       for (int64_t i = 0; i < num; ++i) {
         const Floats<A> weight = exponential(load<A>(scores + i * kTile + j) - finite);
         store<A>(scores + i * kTile + j, weight);
         sum += weight;
       }
-      store<A>(total + j, sum);
+      store<A>(total + j, load<A>(total + j) * fall + sum);
       store<A>(decay + j, fall);
       for (int lane = 0; lane < kLanes<A>; ++lane) rises |= fall[lane] != 1;
     }
@@ -48,15 +48,15 @@ struct Running {
         store<A>(acc + h * kTile + j, load<A>(acc + h * kTile + j) * load<A>(decay + j));
   }
 
-  // Merges the partial of lane `i` into a row, as `ringjax.softmax.merge` does.
+  // Merges the partial of lane `i` into a row, as `ringjax.softmax.merge` does; rounded once, at the end.
   void merge(int i, A* out, A* lse, int64_t dim) const {
     if (total[i] == 0) return;
-    const A found = peak[i] + std::log(total[i]), other = *lse, inverse = 1 / total[i];
-    const A lighter = std::exp(-std::abs(found - other)), portion = lighter / (1 + lighter);  // NaN if one of them is
-    *lse = (found > other ? found : other) + std::log1p(lighter);
+    const double all = total[i], found = peak[i] + std::log(all), other = *lse;
+    const double lighter = std::exp(-std::abs(found - other)), portion = lighter / (1 + lighter);  // NaN if one is
+    *lse = static_cast<A>((found > other ? found : other) + std::log1p(lighter));
     for (int64_t h = 0; h < dim; ++h) {
-      const A mine = total[i] == 1 ? acc[h * kTile + i] : acc[h * kTile + i] * inverse;
-      out[h] = found > other ? mine + (out[h] - mine) * portion : out[h] + (mine - out[h]) * portion;
+      const double mine = acc[h * kTile + i] / all, old = out[h];
+      out[h] = static_cast<A>(found > other ? mine + (old - mine) * portion : old + (mine - old) * portion);
     }
   }
 };

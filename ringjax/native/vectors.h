@@ -64,12 +64,13 @@ inline Floats<A> all(A x) {
   return x - Floats<A>{};
 }
 
-// c (M, V vectors) = a b, or += a b: a of M rows, b of `depth` rows.
+// c (M, V vectors) = a b, or += a b: a of M rows, b of `depth` rows. Sums begin at 0 each time, so that a long sum is
+// rounded once for each block, and not for each term.
 template <class A, int M, int V>
 inline void multiply(A* c, int c_row, const A* a, int a_row, int a_step, const A* b, int b_row, int depth, bool adds) {
   Floats<A> sums[M][V];
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < V; ++j) sums[i][j] = adds ? load<A>(c + i * c_row + j * kLanes<A>) : Floats<A>{};
+    for (int j = 0; j < V; ++j) sums[i][j] = Floats<A>{};
   for (int k = 0; k < depth; ++k) {
     Floats<A> row[V];
     for (int j = 0; j < V; ++j) row[j] = load<A>(b + k * b_row + j * kLanes<A>);
@@ -79,7 +80,10 @@ inline void multiply(A* c, int c_row, const A* a, int a_row, int a_step, const A
     }
   }
   for (int i = 0; i < M; ++i)
-    for (int j = 0; j < V; ++j) store<A>(c + i * c_row + j * kLanes<A>, sums[i][j]);
+    for (int j = 0; j < V; ++j) {
+      A* to = c + i * c_row + j * kLanes<A>;
+      store<A>(to, adds ? load<A>(to) + sums[i][j] : sums[i][j]);
+    }
 }
 
 template <class A, int V, int M = kRows>
