@@ -71,9 +71,8 @@ def _call(name: str, arrays: tuple[Array, ...], *, sums: int, **numbers: np.inte
     return on_its_platform("cpu", _kernel(name, sums, tuple(numbers.items())), *arrays, sums=sums)
 
 
-@functools.lru_cache(
-    maxsize=256
-)  # the same function for the same call, so that what JAX compiled for it is found again
+# the same function for the same call, so that what JAX compiled for it is found again
+@functools.lru_cache(maxsize=256)
 def _kernel(
     name: str, sums: int, numbers: tuple[tuple[str, np.integer | np.floating], ...]
 ) -> Callable[..., Sequence[Array]]:
