@@ -71,7 +71,8 @@ def dilated_attention(
         implementation: None for the kernels of the platform on which the program runs where they apply, and plain XLA
             elsewhere (see `plan`); ``"xla"``, ``"pallas"`` (TPU and GPU) or ``"native"`` (CPU, compiled at first use)
             to insist; ``"interpret_tpu"`` and ``"interpret_gpu"`` interpret the Pallas kernels on any platform, slowly,
-            to check them. (To export for CUDA where there is no GPU, JAX wants an abstract device in the mesh, and
+            to check them. The kernels on CPU cannot be exported: `jax.export` for CPU takes ``"xla"``. (To export for
+            CUDA where there is no GPU, JAX wants an abstract device in the mesh, and
             `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`.)
         block_sizes: Rows per block of the Pallas kernels, or None for our choice.
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import numbers
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from ringjax.pattern import DilationPattern, whole_number
+from ringjax.softmax import accumulator
 
 
 class AttentionShape(NamedTuple):
@@ -75,28 +77,46 @@ def check_inputs(
             raise ValueError(
                 f"`segment_ids` must have shape (batch, length) = {(batch, length)}, got {segment_ids.shape}."
             )
+        _check_that_ids_fit(segment_ids)
     length *= shards
     true_length = length if seq_len is None else whole_number("seq_len", seq_len)
     if true_length > length:
         raise ValueError(f"`seq_len` must be between 1 and the stored length {length}, got {seq_len}.")
     if scale is None:
         scale = 1 / math.sqrt(dim)
-    if not _is_finite_number(scale):
-        raise ValueError(f"`scale` must be a finite number, got {scale!r}.")
+    largest = float(jnp.finfo(accumulator(query.dtype)).max)
+    if not _is_number(scale) or not abs(scale) <= largest:  # NaN is not either
+        raise ValueError(
+            f"`scale` must be a finite number of at most {largest:.1e}, known before the program runs, got {scale!r}."
+        )
     return AttentionShape(batch, length, true_length, kv_heads, heads // kv_heads, dim, float(scale))
+
+
+def _check_that_ids_fit(ids: object) -> None:
+    """JAX cuts off the upper half of 64-bit numbers unless told otherwise: documents would become one, or padding."""
+    if isinstance(ids, np.ndarray):
+        narrow = jax.dtypes.canonicalize_dtype(ids.dtype)
+        limits = np.iinfo(narrow)
+        if ids.min() < limits.min or ids.max() > limits.max:
+            raise ValueError(
+                f"`segment_ids` must fit {narrow} unless `jax_enable_x64` is set, got {ids.dtype} from {ids.min()} to "
+                f"{ids.max()}."
+            )
 
 
 def check_rate(rate: float, name: str = "dropout_rate") -> None:
     """Checks a rate of dropout."""
-    if not _is_finite_number(rate) or not 0 <= rate < 1:
+    if not _is_number(rate) or not 0 <= rate < 1:
         raise ValueError(f"`{name}` must be a number from 0 to below 1, known before the program runs, got {rate!r}.")
 
 
 def check_dropout(rate: float, rng: Array | None) -> None:
     """Checks the arguments of dropout."""
     check_rate(rate)
-    if rate > 0 and not _is_key(rng):
-        raise ValueError(f"`dropout_rng` must be a key of `jax.random` with `dropout_rate` above 0, got {rng!r}.")
+    if not _is_key(rng) and (rate > 0 or rng is not None):
+        raise ValueError(
+            f"`dropout_rng` must be a key of `jax.random` with `dropout_rate` above 0, else one or None, got {rng!r}."
+        )
 
 
 def _is_key(rng: object) -> bool:
@@ -107,7 +127,5 @@ def _is_key(rng: object) -> bool:
     return (jnp.issubdtype(dtype, jax.dtypes.prng_key) and ndim == 0) or (dtype == jnp.uint32 and ndim == 1)
 
 
-def _is_finite_number(value: object) -> bool:
-    if isinstance(value, bool):
-        return False
-    return isinstance(value, numbers.Real) and math.isfinite(value)
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)

@@ -159,9 +159,14 @@ Residuals = tuple[Shard, Array, Array, tuple[Array, ...]]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def attention(config: Config, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None) -> Array:
+def _attention(config: Config, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None) -> Array:
     """The attention (B, c, K, G, H) of what the arguments of a `Shard` say."""
     return _forward(config, Shard(query, key, value, ids, seeds))[0]
+
+
+# Calls outside of `jit` compile once, and layers that are alike are traced once. Inlined, as plain XLA holds more in
+# memory of a call.
+attention = jax.jit(_attention, static_argnums=(0,), inline=True)
 
 
 def count_tiles(config: Config, query: Array, key: Array, value: Array, ids: Array | None) -> Array:
@@ -352,7 +357,7 @@ def _case(shard: Shard, table: PartTable) -> Case:
     return case_of(shard.query, table.rows, shard.query.shape[3], shard.ids)
 
 
-attention.defvjp(_attention_fwd, _attention_bwd)
+_attention.defvjp(_attention_fwd, _attention_bwd)
 
 
 def _segmented(config: Config, shard: Shard, table: PartTable) -> xla.Inputs:

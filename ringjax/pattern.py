@@ -293,5 +293,5 @@ def _whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
         raise ValueError(f"`{name}` must be a list of integers, got {values!r}.")
     result = tuple(whole_number(f"{name}[{i}]", v) for i, v in enumerate(values))
     if not result:
-        raise ValueError(f"`{name}` must not be empty, got {values!r}.")
+        raise ValueError(f"`{name}` must not be empty, got {result!r}.")
     return result

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import operator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
@@ -90,6 +91,8 @@ def _factors(rate: float, rng: Array | None, shape: AttentionShape, branch: int,
 
 
 def _checked_rows(rows: ArrayLike, length: int) -> Array:
+    if isinstance(rows, jax.core.Tracer):
+        raise ValueError(f"`rows` must be known before the program runs, got {rows}.")
     p = np.asarray(rows)
     if p.ndim != 1 or p.size == 0 or not np.issubdtype(p.dtype, np.integer) or p.min() < 0 or p.max() >= length:
         raise ValueError(f"`rows` must be a list of positions from 0 to {length - 1}, got {rows!r}.")

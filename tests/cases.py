@@ -8,11 +8,13 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import HealthCheck
 from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ringjax as rj
+from ringjax.native import build
 
 # compiling is most of what a test costs: only what is measured in float32 is compiled as users compile
 QUICK = {"xla_backend_optimization_level": 0}
@@ -181,6 +183,11 @@ def by_definition(case: Case, arrays) -> tuple[np.ndarray, ...]:
 WIDE, NARROW = (np.float64, 1e-10), (np.float32, 2e-6)
 # what a CPU runs by default, which is kernels where there is a compiler, and what it runs elsewhere
 IMPLEMENTATIONS = (None, "xla")
+# where there is a compiler, kernels that are not there are a failure
+_REASON = build.why_not()
+NEEDS_KERNELS = pytest.mark.skipif(
+    _REASON in (build.NO_COMPILER, f"{build.SWITCH}=0 is set"), reason=_REASON or "compiled"
+)
 
 
 def right_of(case: Case, arrays) -> tuple[np.ndarray, ...]:

@@ -19,20 +19,24 @@ def tables(length, kv_heads, group=1):
 
 def test_layers_over_one_pattern_make_one_miss():
     q, k, v, g = CASE.arrays(np.float32)
+    jax.clear_caches()  # an attention like this one may have been traced before
 
     def model(q, k, v):
-        for _ in range(2):
+        for _ in range(3):
             q = rj.dilated_attention(q, k, v, rj.DilationPattern((16, 32), (1, 4)))
         return q
 
     out = jax.jit(lambda *a: jax.vjp(model, *a[:3])[1](a[3]), compiler_options=QUICK)(q, k, v, g)
     info = rj.pattern_cache_info()
-    assert (info.misses, info.hits, info.entries) == (1, 3, 1)  # two layers, forward and backward
+    # layers that are alike are traced once: the attention, then its forward and its backward rule
+    assert (info.misses, info.hits, info.entries) == (1, 2, 1)
     assert info.bytes > 0
     # entries made under a trace serve the next trace and eager calls
+    jax.clear_caches()
     again = jax.jit(lambda *a: jax.vjp(model, *a[:3])[1](a[3]), compiler_options=QUICK)(q, k, v, g)
     assert error(again[0], out[0]) == 0
-    assert rj.pattern_cache_info().misses == 1
+    info = rj.pattern_cache_info()
+    assert (info.misses, info.hits, info.entries) == (1, 5, 1)
 
 
 def test_entries_are_read_only_numpy_and_do_not_grow_with_the_length():

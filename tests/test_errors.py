@@ -1,5 +1,6 @@
 """Every mistake of a caller names the argument, the rule and what was given."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -35,8 +36,16 @@ BAD_CALLS = {
     "seq_len": ({"seq_len": 9}, r"`seq_len` must be between 1 and the stored length 8, got 9"),
     "seq_len 0": ({"seq_len": 0}, r"`seq_len` must be at least 1, got 0"),
     "seq_len float": ({"seq_len": 4.0}, r"`seq_len` must be an integer, got 4.0"),
-    "scale": ({"scale": float("nan")}, r"`scale` must be a finite number, got nan"),
-    "scale word": ({"scale": "big"}, r"`scale` must be a finite number, got 'big'"),
+    "scale": ({"scale": float("nan")}, r"`scale` must be a finite number of at most 3.4e\+38, .*got nan"),
+    "scale word": ({"scale": "big"}, r"`scale` must be a finite number .*got 'big'"),
+    "scale beyond float32": ({"scale": 1e39}, r"`scale` must be a finite number of at most 3.4e\+38, .*got 1e\+39"),
+    "scale beyond floats": ({"scale": -(10**400)}, r"`scale` must be a finite number of at most 3.4e\+38, .*got -1000"),
+    "scale array": ({"scale": jnp.float32(0.5)}, r"`scale` must be .*, known before the program runs, got Array\(0.5"),
+    "long ids": (
+        {"segment_ids": np.full((2, 8), 2**32 + 5)},
+        r"`segment_ids` must fit int32 unless `jax_enable_x64` is set, got int64 from 4294967301 to 4294967301",
+    ),
+    "rng": ({"dropout_rng": "abc"}, r"`dropout_rng` must be a key of `jax.random` .*, else one or None, got 'abc'"),
     "causal": ({"is_causal": 1}, r"`is_causal` must be a bool, got 1"),
     "implementation": ({"implementation": "cuda"}, r"`implementation` must be None or one of .*got 'cuda'"),
 }
@@ -52,6 +61,7 @@ def test_bad_call(name):
 BAD_PATTERNS = {
     "lengths": (((4, 8), (1,)), {}, r"`segment_lengths` and `dilation_rates` must have the same length, got 2 and 1"),
     "empty": (((), ()), {}, r"`segment_lengths` must not be empty, got \(\)"),
+    "empty generator": (((x for x in ()), ()), {}, r"`segment_lengths` must not be empty, got \(\)"),
     "w": (((4, 0), (1, 2)), {}, r"`segment_lengths\[1\]` must be at least 1, got 0"),
     "r": (((4, 8), (-1, 2)), {}, r"`dilation_rates\[0\]` must be at least 1, got -1"),
     "float": (((4.0, 8), (1, 2)), {}, r"`segment_lengths\[0\]` must be an integer, got 4.0"),
@@ -79,6 +89,17 @@ def test_bad_pattern(name):
 def test_bad_rows_of_the_oracle(rows):
     with pytest.raises(ValueError, match=r"`rows` must be a list of positions from 0 to 7, got"):
         rj.reference_attention(jnp.asarray(Q), jnp.asarray(Q), jnp.asarray(Q), PATTERN, rows=rows)
+
+
+def test_rows_of_the_oracle_are_known_before():
+    with pytest.raises(ValueError, match=r"`rows` must be known before the program runs, got"):
+        jax.jit(lambda rows: rj.reference_attention(*[jnp.asarray(Q)] * 3, PATTERN, rows=rows))(jnp.arange(2))
+
+
+def test_long_ids_that_fit_are_taken():
+    ids = np.array([[0, 0, 0, 1, 1, 1, -1, -1]] * 2)
+    assert ids.dtype == np.int64
+    np.testing.assert_array_equal(call(segment_ids=ids), call(segment_ids=jnp.asarray(ids, jnp.int32)))
 
 
 def test_a_backend_that_cannot():

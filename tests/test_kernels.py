@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import (
     NARROW,
+    NEEDS_KERNELS,
     QUICK,
     Case,
     assert_equals_oracle,
@@ -22,12 +23,11 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import ringjax as rj
 from ringjax.block.backend import Case as KernelCase
-from ringjax.native import build
 from ringjax.rehearse.kernels import kernel_costs
 
 SLOW = pytest.mark.slow
 TARGETS = ("interpret_tpu", "interpret_gpu")
-NATIVE = pytest.param("native", marks=pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "compiled"))
+NATIVE = pytest.param("native", marks=NEEDS_KERNELS)
 
 # head dims, query groups, lengths that no block divides, rates that do not divide segments, all masks and rules
 CASES = {
@@ -175,7 +175,7 @@ def test_one_exported_program_serves_several_platforms():
         np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
 
 
-@pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "compiled")
+@NEEDS_KERNELS
 def test_kernels_of_this_machine_are_not_exported():
     with pytest.raises(
         NotImplementedError, match=r"cannot be exported: use `implementation=\"xla\"` or set RINGJAX_NATIVE=0"

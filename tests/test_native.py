@@ -1,5 +1,6 @@
 """The kernels on CPU: when they are compiled and used, and what happens where they cannot be."""
 
+import concurrent.futures
 import os
 import subprocess
 import sys
@@ -9,12 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import NARROW, QUICK, WIDE, Case, assert_equals_oracle, by_definition, error, run
+from cases import NARROW, NEEDS_KERNELS, QUICK, WIDE, Case, assert_equals_oracle, by_definition, error, run
 
 import ringjax as rj
 from ringjax.native import build
 
-pytestmark = pytest.mark.skipif(bool(build.why_not()), reason=build.why_not() or "compiled")
+pytestmark = NEEDS_KERNELS
 
 CASE = Case(length=96, segment_lengths=(96,), dilation_rates=(2,), is_causal=True)
 
@@ -29,6 +30,7 @@ def test_they_run_unless_told_otherwise(monkeypatch):
     assert "ringjax_forward" in program(implementation="native")
     assert "ringjax_forward" not in program(implementation="xla")
     monkeypatch.setenv("RINGJAX_NATIVE", "0")
+    jax.clear_caches()  # of what was traced with kernels
     assert "ringjax_forward" not in program()
     with pytest.raises(NotImplementedError, match="the cpu kernels are not there: RINGJAX_NATIVE=0 is set"):
         program(implementation="native")
@@ -111,24 +113,67 @@ print(build.why_not() or "native")
 def answer(**environment) -> str:
     environment = os.environ | {"JAX_PLATFORMS": "cpu"} | environment
     command = [sys.executable, "-c", SCRIPT]
-    return subprocess.run(command, check=True, env=environment, stdout=-1, text=True, timeout=300).stdout.strip()
+    return subprocess.run(
+        command, check=True, env=environment, capture_output=True, text=True, timeout=300
+    ).stdout.strip()
 
 
 def test_compiled_once_and_kept(tmp_path):
     assert answer(XDG_CACHE_HOME=str(tmp_path)) == "native"
-    (library,) = (tmp_path / "ringjax").iterdir()
+    folder = tmp_path / "ringjax"
+    (library,) = folder.glob("*.so")
     made = library.stat().st_mtime_ns
-    assert (tmp_path / "ringjax").stat().st_mode & 0o077 == 0  # nobody else can put a library there
+    assert folder.stat().st_mode & 0o077 == 0  # nobody else can put a library there
     assert answer(XDG_CACHE_HOME=str(tmp_path)) == "native"
-    assert [x.stat().st_mtime_ns for x in (tmp_path / "ringjax").iterdir()] == [made]
+    assert [x.stat().st_mtime_ns for x in folder.glob("*.so")] == [made]
+    assert {x.name for x in folder.iterdir()} == {library.name, "lock"}
+
+
+def test_a_damaged_library_is_made_again(tmp_path):
+    """Loading one that was cut short would end the process."""
+    folder = tmp_path / "ringjax"
+    folder.mkdir(mode=0o700)
+    for library in build._folders()[0].glob("*.so"):
+        (folder / library.name).write_bytes(library.read_bytes()[:1000])
+    assert answer(XDG_CACHE_HOME=str(tmp_path)) == "native"
+    assert [library for library in folder.glob("*.so") if library.stat().st_size > 1000]
+
+
+def test_processes_that_begin_together_compile_once(tmp_path):
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        answers = list(pool.map(lambda _: answer(XDG_CACHE_HOME=str(tmp_path), CXX=counting(tmp_path)), range(2)))
+    assert answers == ["native", "native"]
+    assert (tmp_path / "compiled").read_text().count("attention.cc") == 1
+
+
+def counting(folder) -> str:
+    """A compiler that keeps a list of its calls."""
+    compiler = folder / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho "$@" >> {folder}/compiled\nexec {build._compilers()[0]} "$@"\n')
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
+def test_a_flag_that_the_compiler_does_not_know_is_left_out(tmp_path):
+    compiler = tmp_path / "compiler"
+    refuse = 'case "$*" in *avoid-fma*|*=native*) echo "unknown flag" >&2; exit 1;; esac'
+    compiler.write_text(f'#!/bin/sh\n{refuse}\nexec {build._compilers()[0]} "$@"\n')
+    compiler.chmod(0o755)
+    flags, macros = build._flags(str(compiler))
+    assert flags == build._FLAGS
+    assert "__GNUC__" in macros
 
 
 def test_a_folder_of_others_is_not_trusted(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert build._is_own(tmp_path)
-    tmp_path.chmod(0o777)
-    assert not build._is_own(tmp_path) and not build._is_own(tmp_path / "nothing")
-    assert build._writable(tmp_path) != tmp_path
+    folder = tmp_path / "ringjax"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert build._writable() == folder and build._is_safe(folder)
+    folder.chmod(0o777)
+    assert not build._is_safe(folder) and not build._is_safe(tmp_path / "nothing")
+    assert build._writable() == tmp_path / f"ringjax-{os.getuid()}"
+    monkeypatch.setenv("XDG_CACHE_HOME", "~/.cache")  # as without a home
+    assert build._folders() == [tmp_path / f"ringjax-{os.getuid()}"]
 
 
 def test_without_a_compiler_plain_xla_computes(tmp_path):
@@ -137,9 +182,20 @@ def test_without_a_compiler_plain_xla_computes(tmp_path):
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho 'this compiler is broken' >&2\nexit 1\n")
     broken.chmod(0o755)
-    reason = answer(XDG_CACHE_HOME=str(tmp_path), CXX=str(broken))
-    assert reason == "compiling them failed: this compiler is broken"
-    assert not list(tmp_path.glob("ringjax/*"))  # nothing half made is left
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path), "PYTHONWARNINGS": "error::UserWarning"}
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        answer(**environment, CXX="")
+    assert "Plain XLA computes dilated attention on this CPU, slower: compiling them failed" in failed.value.stderr
+    environment["PYTHONWARNINGS"] = "ignore"
+    assert answer(**environment, CXX="") == "compiling them failed: this compiler is broken"
+    assert not list(tmp_path.glob("ringjax/*.so"))  # nothing half made is left
+
+
+def test_a_compiler_that_cannot_is_followed_by_the_next(tmp_path):
+    broken = tmp_path / "broken"
+    broken.write_text("#!/bin/sh\nexit 1\n")
+    broken.chmod(0o755)
+    assert answer(CXX=str(broken)) == "native"
 
 
 @pytest.mark.slow

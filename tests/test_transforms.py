@@ -1,5 +1,7 @@
 """The transforms that people use."""
 
+import os
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from cases import QUICK, Case, by_definition, error
 from jax import lax
 
 import ringjax as rj
+from ringjax.native import build
 
 pytestmark = pytest.mark.usefixtures("either_implementation")
 SLOW = pytest.mark.slow
@@ -108,13 +111,47 @@ def test_forward_mode_says_that_it_is_not_defined():
         jax.jvp(attention, (q, k, v), (q, k, v))
 
 
-def test_residuals_are_inputs_output_and_lse_only():
-    q, k, v, _ = CASE.arrays(np.float32)
-    ids = jnp.zeros((CASE.batch, CASE.length), jnp.int32)
-    attend = lambda q, k, v: rj.dilated_attention(q, k, v, CASE.pattern, segment_ids=ids)  # noqa: E731
+def test_second_derivatives():
+    """Plain XLA has them, and the kernels say who does."""
+    case = Case(length=8, batch=1, kv_heads=1, dim=4, segment_lengths=(8,), dilation_rates=(1,))
+    q, k, v, _ = case.arrays(np.float32)
+    slope = lambda f: jax.grad(lambda q: jnp.sum(f(q, k, v, case.pattern) ** 2))  # noqa: E731
+    ours, right = (lambda f=f: jax.jvp(slope(f), (q,), (v,))[1] for f in (rj.dilated_attention, rj.reference_attention))
+    if os.environ.get("RINGJAX_NATIVE") == "0" or build.why_not():
+        assert error(ours(), right()) < 1e-5  # sums of products of gradients
+    else:
+        with pytest.raises(NotImplementedError, match='use `implementation="xla"` for second derivatives'):
+            ours()
+
+
+def test_calls_without_jit_compile_once(caplog):
+    q, k, v, _ = ONE_BRANCH.arrays(np.float32)
+    attend = lambda *x: rj.dilated_attention(*x, ONE_BRANCH.pattern)  # noqa: E731
+    for f in (attend, jax.vmap(attend)):
+        arrays = [x[None] for x in (q, k, v)] if f is not attend else (q, k, v)
+        compiled = []
+        for _ in range(2):
+            caplog.clear()
+            with jax.log_compiles():
+                f(*arrays)
+            compiled.append(sum("Finished XLA compilation" in record.message for record in caplog.records))
+        assert compiled[0] > 0
+        assert compiled[1] == 0
+
+
+@pytest.mark.parametrize("rule", ["mod", "detached"])
+def test_residuals_are_inputs_output_and_lse_only(rule):
+    case = CASE._replace(rule=rule)
+    q, k, v, _ = case.arrays(np.float32)
+    ids = jnp.zeros((case.batch, case.length), jnp.int32)
+    attend = lambda q, k, v: rj.dilated_attention(q, k, v, case.pattern, segment_ids=ids)  # noqa: E731
     _, pull = jax.eval_shape(lambda *x: jax.vjp(attend, *x), q, k, v)
     kept = sum(x.size for x in jax.tree.leaves(pull))
-    assert kept == q.size + k.size + v.size + q.size + q.size // CASE.dim + ids.size
+    own = 0  # detached mixing keeps each branch's selected rows, padded to whole segments
+    if rule == "detached":
+        rows = (-(-w // r) * (case.length // w) for w, r in zip(case.segment_lengths, case.dilation_rates, strict=True))
+        own = sum(rows) * q.size // case.length
+    assert kept == q.size + k.size + v.size + q.size + q.size // case.dim + ids.size + own
 
 
 @pytest.mark.parametrize(

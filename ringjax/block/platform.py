@@ -7,6 +7,7 @@ is lowered for its own platform only; elsewhere zeros, which no one reads, stand
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
-from jax.interpreters import batching, mlir
+from jax.interpreters import ad, batching, mlir
 
 PLATFORMS = ("tpu", "cuda")  # of Pallas kernels
 
@@ -61,8 +62,19 @@ def _batched(
         jnp.broadcast_to(x, (size, *x.shape)) if axis is None else x for x, axis in zip(last, axes[-sums:], strict=True)
     ]
     in_axes = [None if axis is None else 0 for axis in axes[:-sums]] + [0] * sums
-    mapped = jax.vmap(call, in_axes=tuple(in_axes))
-    return on_its_platform(platform, mapped, *given, *last, sums=sums), [0] * sums
+    return on_its_platform(platform, _mapped(call, tuple(in_axes)), *given, *last, sums=sums), [0] * sums
+
+
+# the same function for the same call, so that what JAX compiled for it is found again
+@functools.lru_cache(maxsize=256)
+def _mapped(call: Callable[..., Sequence[Array]], in_axes: tuple[int | None, ...]) -> Callable[..., Sequence[Array]]:
+    return jax.vmap(call, in_axes=in_axes)
+
+
+def _no_derivative(*_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
+    raise NotImplementedError(
+        'The kernels have a gradient and no further derivatives: use `implementation="xla"` for second derivatives.'
+    )
 
 
 def _lower(on: str | None) -> Callable[..., Any]:
@@ -98,6 +110,7 @@ def _lower(on: str | None) -> Callable[..., Any]:
 
 
 batching.primitive_batchers[_kernel] = _batched
+ad.primitive_jvps[_kernel] = _no_derivative
 mlir.register_lowering(_kernel, _lower(None))
 for _platform in (*PLATFORMS, "cpu"):
     mlir.register_lowering(_kernel, _lower(_platform), platform=_platform)
