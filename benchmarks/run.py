@@ -18,6 +18,7 @@ import dataclasses
 import datetime
 import importlib
 import shlex
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -45,6 +46,15 @@ def is_known(part: str) -> bool:
     """Whether there is such a part, and such a function in it where one is named."""
     name, _, function = part.partition(":")
     return name in PARTS and hasattr(importlib.import_module(name), function or "tables")
+
+
+def commit() -> list[str]:
+    """The commit that is measured, where git tells, and whether anything was changed since."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        return ["commit " + subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()]
+    except (OSError, subprocess.CalledProcessError):
+        return []
 
 
 def publish(stored: Path) -> None:
@@ -101,7 +111,8 @@ def main(part: str | None = None) -> None:
     before, tables = report.read(stored) if stored.exists() and options.parts else ({}, [])
     last = None  # saved in this run
     facts["versions"] = {**before.get("versions", {}), **versions}
-    run = ", ".join([facts["when"], "full" if options.full else "quick", *map(" ".join, versions.items())])
+    how = "full" if options.full else "quick"
+    run = ", ".join([facts["when"], how, *map(" ".join, versions.items()), *commit()])
     run += f"; all lengths divided by {options.shrink}: no measurement" if options.shrink > 1 else ""
 
     def save(table: Table) -> None:
