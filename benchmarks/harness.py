@@ -196,22 +196,27 @@ class Bench:
                 self._try(
                     results[name], lambda c=contender, n=name, p=path: self._prepare(results[n], c, n, case, grad, p)
                 )
+                if results[name].failure:
+                    self._drop(contender, name)  # what it holds would be missing to the others
             self._check_equal(case, contenders, results, Path(folder))
         for result in results.values():
             if result.facts.get("first_s", 0.0) > self.patience:
                 result.times.append(result.facts["first_s"])  # long enough for its start not to matter
         for repeat in range(self.repeats):
-            for name, contender in contenders.items():
-                first = results[name].facts.get("first_s", 0.0)
+            for name in rotated(list(contenders), repeat):
+                contender, first = contenders[name], results[name].facts.get("first_s", 0.0)
                 if not results[name].failure and first * (repeat + 1) <= self.patience:
                     time.sleep(0.05)  # let the idle threads of one library go to sleep before the next is timed
                     self._try(results[name], lambda c=contender, n=name: self._time(results[n], c, n))
         for name, contender in contenders.items():
             if memory and self.is_cpu and not results[name].failure:
                 results[name].bytes = self._of(contender).ask("memory", key=name)["bytes"]
-            if self._of(contender).is_alive:
-                self._of(contender).ask("drop", key=name)
+            self._drop(contender, name)
         return results
+
+    def _drop(self, contender: Contender, name: str) -> None:
+        if self._of(contender).is_alive:
+            self._of(contender).ask("drop", key=name)
 
     def _of(self, contender: Contender) -> Worker:
         if contender.library == "torch":
@@ -259,6 +264,12 @@ class Bench:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
+
+
+def rotated(names: Sequence[str], by: int) -> list[str]:
+    """The same names, another one first: what a process tidies up after its turn must not always meet the same one."""
+    by %= len(names)
+    return [*names[by:], *names[:by]]
 
 
 def largest_error(ours: Sequence[np.ndarray], theirs: Sequence[np.ndarray]) -> float:

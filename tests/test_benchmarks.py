@@ -60,6 +60,7 @@ def test_constant_work_per_token():
 
 
 def test_exponents_and_means():
+    assert [harness.rotated("abc", i) for i in (0, 2, 3)] == [["a", "b", "c"], ["c", "a", "b"], ["a", "b", "c"]]
     assert harness.exponent([1, 2, 4, 8], [3, 6, 12, 24]) == pytest.approx(1)
     assert harness.exponent([1, 2, 4], [1, 4, 16]) == pytest.approx(2)
     assert harness.geometric_mean([0.5, 2.0, math.nan]) == pytest.approx(1)
