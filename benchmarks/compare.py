@@ -172,8 +172,8 @@ def implementations(bench: Bench) -> Table:
         "are the published figures of the reference system, a PyTorch library measured on a GTX 1080, over its own "
         "fastest: only ratios compare. Its headlines of 4.93 and 44 times are not times of one computation: the class "
         "that they are taken through attends across the heads of a token instead of along the sequence, which is a "
-        "small matrix multiply per token. One device takes 190 to 200 ms in calls one after the other, and up to 260 "
-        "after a pause, as between the turns of a race: there PyTorch's LongNet is ahead of it."
+        "small matrix multiply per token. Where PyTorch's LongNet is ahead of one device: after a pause, as between "
+        "the turns of a race, a call of one device can take a third longer than in calls one after the other."
     )
     return Table("implementations", "Implementations, as the reference system's table", about, rows)
 
