@@ -54,7 +54,8 @@ def warnings_of(job: Job, plan: Plan, guess: Estimate | None) -> list[Finding]:
 
 def _coverage(job: Job) -> list[Finding]:
     kv_heads = job.num_kv_heads or job.num_heads
-    length = min(job.seq_len, 2**20)  # shares do not change beyond
+    most = 2**28 // (kv_heads * len(job.pattern.segment_lengths))  # looked at within seconds
+    length = min(job.seq_len, 2**20, most)  # shares do not change beyond
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         share = job.pattern.coverage(kv_heads, length).share

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import fractions
+import functools
+import math
 import re
 from typing import Any, NoReturn, get_args
 
+from ringjax.cli.errors import usage_error
 from ringjax.cli.hardware import DEVICES, Device, Platform
 from ringjax.geometry import StrategyName
+from ringjax.layout import layout_named
 from ringjax.pattern import DilationPattern, Heads, Mixing, Offsets
 from ringjax.plan import STRATEGIES, Plan, plan
 from ringjax.rehearse.compile import Workload
@@ -18,17 +23,26 @@ LAYOUTS = ("contiguous", "zigzag")
 _COUNT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)")
+_NUMBER = re.compile(r"([0-9]{1,3}(?:[,_][0-9]{3})+|[0-9]{1,40})(\.[0-9]{1,20})?\s*([A-Za-z]*)")
+# Limits keep a plan within seconds and its numbers within 64 bits; no real attention comes near them.
+MOST_TOKENS = 2**31 - 1  # positions are 32-bit integers
+MOST_HEADS = 1024
+MOST_DEVICES = 2**16
+MOST_CPU_DEVICES = 256  # that one machine simulates
+_MOST_BRANCHES = 16
+_MOST_CHUNK_HEADS = 2**22  # chunks of the ring times heads
+_MOST_MEMORY = 10**18
+_MOST_SECONDS = 86400.0
 
 
-def parse_count(text: str) -> int:
+def parse_count(text: str, most: int = MOST_TOKENS) -> int:
     """A count of tokens or rows: K, M and G are powers of 1024.
 
     Example:
         >>> parse_count("256K"), parse_count("1M"), parse_count("100000")
         (262144, 1048576, 100000)
     """
-    return _parse(text, _COUNT, "a whole number such as 65536, 256K or 1M")
+    return _parse(text, _COUNT, "a whole number such as 65536, 256K or 1M", most)
 
 
 def parse_bytes(text: str) -> int:
@@ -38,14 +52,35 @@ def parse_bytes(text: str) -> int:
         >>> parse_bytes("80GB"), parse_bytes("16GiB")
         (80000000000, 17179869184)
     """
-    return _parse(text, _BYTES, "an amount of memory such as 80GB or 16GiB")
+    return _parse(text, _BYTES, "an amount of memory such as 80GB or 16GiB", _MOST_MEMORY)
 
 
-def _parse(text: str, units: dict[str, int], wanted: str) -> int:
-    found = _NUMBER.fullmatch(text.strip().replace(",", "").replace("_", ""))
-    value = float(found[1]) * units.get(found[2].upper(), 0) if found else 0.0
-    if value < 1 or value != int(value):
-        raise ValueError(f"{text!r} must be {wanted}")
+def parse_seconds(text: str) -> float:
+    """A time to measure for, from 0 to a day.
+
+    Example:
+        >>> parse_seconds("0.5")
+        0.5
+    """
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds <= _MOST_SECONDS:
+        raise ValueError(f"must be a number of seconds from 0 to {_MOST_SECONDS:.0f}, got {text!r}")
+    return seconds
+
+
+def _parse(text: str, units: dict[str, int], wanted: str, most: int) -> int:
+    found = _NUMBER.fullmatch(text.strip())
+    value = fractions.Fraction()  # exact, unlike a float
+    if found:
+        digits, decimals, unit = found.groups()
+        value = fractions.Fraction(re.sub("[,_]", "", digits) + (decimals or "")) * units.get(unit.upper(), 0)
+    if value < 1 or value.denominator != 1:
+        raise ValueError(f"must be {wanted}, got {text!r}")
+    if value > most:
+        raise ValueError(f"must be at most {most:,}, got {text!r}")
     return int(value)
 
 
@@ -75,8 +110,13 @@ def parse_pattern(
             f"--pattern must be longnet, auto, or segments/rates such as 2K/1,16K/4,T/16 (T: the whole sequence), "
             f"got {text!r}"
         )
-    lengths = tuple(seq_len if w.strip() == "T" else parse_count(w) for w, _ in pairs)
-    rates = tuple(parse_count(r) for _, r in pairs)
+    if len(pairs) > _MOST_BRANCHES:
+        raise ValueError(f"--pattern must have at most {_MOST_BRANCHES} branches, got {len(pairs)}")
+    try:
+        lengths = tuple(seq_len if w.strip() == "T" else parse_count(w) for w, _ in pairs)
+        rates = tuple(parse_count(r) for _, r in pairs)
+    except ValueError as error:
+        raise ValueError(f"--pattern {text!r} is made of segment lengths and rates, each of which {error}") from None
     return DilationPattern(lengths, rates, offsets=offsets, heads=heads, mixing=mixing)
 
 
@@ -149,7 +189,21 @@ class Job:
         )
 
     def plan(self) -> Plan:
-        """The plan; the memory limit is left out of it, as a program for another platform has its own."""
+        """The plan; the memory limit is left out of it, as a program for another platform has its own.
+
+        Raises:
+            ValueError: If the job is not possible, or too large to plan.
+        """
+        chunks = layout_named(self.layout).multiple(self.ring_size)
+        stored = self.stored_length or -(-self.seq_len // chunks) * chunks
+        if stored > MOST_TOKENS:
+            raise ValueError(f"--seq-len must be at most {MOST_TOKENS:,} with padding, got {self.seq_len}")
+        heads = self.num_kv_heads or self.num_heads
+        if chunks * heads > _MOST_CHUNK_HEADS:
+            raise ValueError(
+                f"--ring times --kv-heads must be at most {_MOST_CHUNK_HEADS // 2:,}, "
+                f"got {self.ring_size} times {heads}"
+            )
         return plan(
             self.pattern,
             seq_len=self.seq_len,
@@ -173,7 +227,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Says what is wrong, and where the remedy stands."""
-        self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
+        self.exit(usage_error(self.prog, message))
 
 
 def checked(parse: Any) -> Any:  # noqa: ANN401 - what argparse takes for a type
@@ -188,22 +242,41 @@ def checked(parse: Any) -> Any:  # noqa: ANN401 - what argparse takes for a type
     return typed
 
 
-count, amount = checked(parse_count), checked(parse_bytes)
+def count(most: int = MOST_TOKENS) -> Any:  # noqa: ANN401
+    """A parser of counts for `argparse`."""
+    return checked(functools.partial(parse_count, most=most))
+
+
+amount, duration = checked(parse_bytes), checked(parse_seconds)
 
 
 def add_job_arguments(
-    parser: argparse.ArgumentParser, *, seq_len: str, ring: str | None = "1", **defaults: str
+    parser: argparse.ArgumentParser, *, seq_len: str, ring: str | None = "1", is_tuned: bool = False, **defaults: str
 ) -> None:
-    """Adds the options that describe an attention; `ring=None` leaves the ring out."""
+    """Adds the options that describe an attention.
+
+    Args:
+        parser: What to add them to.
+        seq_len: Default length.
+        ring: Default size of the ring; None leaves the option out.
+        is_tuned: Leaves out what `ringjax tune` chooses by itself, or does not measure.
+        **defaults: Other defaults.
+    """
     given = {"heads": "16", "head-dim": "128", "pattern": "longnet", "dtype": "bf16", **defaults}
     group = parser.add_argument_group("the attention")
     group.add_argument(
-        "--seq-len", type=count, default=seq_len, metavar="T", help="tokens: 65536, 256K, 1M (%(default)s)"
+        "--seq-len", type=count(), default=seq_len, metavar="T", help="tokens: 65536, 256K, 1M (%(default)s)"
     )
-    group.add_argument("--heads", type=count, default=given["heads"], metavar="N", help="query heads (%(default)s)")
-    group.add_argument("--kv-heads", type=count, metavar="K", help="key/value heads (as many as query heads)")
-    group.add_argument("--head-dim", type=count, default=given["head-dim"], metavar="H", help="(%(default)s)")
-    group.add_argument("--batch", type=count, default="1", metavar="B", help="sequences per device (%(default)s)")
+    group.add_argument(
+        "--heads", type=count(MOST_HEADS), default=given["heads"], metavar="N", help="query heads (%(default)s)"
+    )
+    group.add_argument(
+        "--kv-heads", type=count(MOST_HEADS), metavar="K", help="key/value heads (as many as query heads)"
+    )
+    group.add_argument("--head-dim", type=count(2**16), default=given["head-dim"], metavar="H", help="(%(default)s)")
+    group.add_argument(
+        "--batch", type=count(2**20), default="1", metavar="B", help="sequences per device (%(default)s)"
+    )
     group.add_argument(
         "--pattern",
         default=given["pattern"],
@@ -214,12 +287,16 @@ def add_job_arguments(
     group.add_argument("--mixing", choices=get_args(Mixing), default="exact", help="(%(default)s)")
     group.add_argument("--causal", action="store_true", help="a query sees no key after itself")
     group.add_argument("--dtype", choices=DTYPES, default=given["dtype"], help="(%(default)s)")
-    group.add_argument("--segment-ids", action="store_true", help="packed documents")
     if ring is not None:
-        group.add_argument("--ring", type=count, default=ring, metavar="P", help="devices that share it (%(default)s)")
+        group.add_argument(
+            "--ring", type=count(MOST_DEVICES), default=ring, metavar="P", help="devices that share it (%(default)s)"
+        )
+    if is_tuned:
+        return
+    group.add_argument("--segment-ids", action="store_true", help="packed documents")
     group.add_argument("--layout", choices=LAYOUTS, help="(zigzag if causal, else contiguous)")
     group.add_argument("--strategy", choices=STRATEGIES, default="auto", help="(%(default)s)")
-    group.add_argument("--stored-length", type=count, metavar="T", help="length with padding")
+    group.add_argument("--stored-length", type=count(), metavar="T", help="length with padding")
 
 
 def job_of(options: argparse.Namespace, **changes: Any) -> Job:  # noqa: ANN401
@@ -232,12 +309,12 @@ def job_of(options: argparse.Namespace, **changes: Any) -> Job:  # noqa: ANN401
         "ring_size": getattr(options, "ring", 1),
         "num_kv_heads": options.kv_heads,
         "batch": options.batch,
-        "layout": options.layout or ("zigzag" if options.causal else "contiguous"),
-        "strategy": options.strategy,
+        "layout": getattr(options, "layout", None) or ("zigzag" if options.causal else "contiguous"),
+        "strategy": getattr(options, "strategy", "auto"),
         "is_causal": options.causal,
         "dtype": DTYPES[options.dtype],
-        "stored_length": options.stored_length,
-        "has_segment_ids": options.segment_ids,
+        "stored_length": getattr(options, "stored_length", None),
+        "has_segment_ids": getattr(options, "segment_ids", False),
         "head_shards": getattr(options, "head_shards", 1),
         "memory": getattr(options, "memory", None),
         "device": getattr(options, "device", None),

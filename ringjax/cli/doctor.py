@@ -16,7 +16,7 @@ import numpy as np
 
 import ringjax
 from ringjax.block.backend import Case, Target
-from ringjax.cli.arguments import count
+from ringjax.cli.arguments import MOST_CPU_DEVICES, count, duration
 from ringjax.cli.output import emit
 from ringjax.cli.running import (
     attention_on,
@@ -38,6 +38,7 @@ EXAMPLES = """examples:
   ringjax doctor --cpu-devices 8       on eight CPU devices of this machine
   srun ringjax doctor --distributed    on all processes of a cluster; the first one prints
 """
+CPU_DEVICES_HELP = "use so many CPU devices of this machine"
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 _LIMIT = 2e-5  # of float32 errors, at the highest precision of matrix multiplies
@@ -227,16 +228,16 @@ def _measure(seconds: float) -> Measurement:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ringjax doctor`."""
-    parser.add_argument("--cpu-devices", type=count, metavar="N", help="use so many CPU devices of this machine")
+    parser.add_argument("--cpu-devices", type=count(MOST_CPU_DEVICES), metavar="N", help=CPU_DEVICES_HELP)
     parser.add_argument("--distributed", action="store_true", help="join the processes of a cluster first")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long to measure; 0: not at all (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=duration, default=10.0, help="how long to measure; 0: not at all (%(default)s)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """`ringjax doctor`."""
-    use_devices(options.cpu_devices)
-    if options.distributed:
-        jax.distributed.initialize()
+    use_devices(options.cpu_devices, is_distributed=options.distributed)
     found = examine(options.seconds)
     if jax.process_index() == 0:
         emit(options, found.to_dict(), str(found))
@@ -244,8 +245,16 @@ def run(options: argparse.Namespace) -> int:
     return 0 if found.is_well else 1
 
 
-def use_devices(cpu_devices: int | None) -> None:
-    """Makes JAX start with so many CPU devices, before it has started."""
+def use_devices(cpu_devices: int | None, *, is_distributed: bool = False) -> None:
+    """Starts JAX.
+
+    Args:
+        cpu_devices: Number of CPU devices to start with, or None for the devices at hand.
+        is_distributed: Whether to join the processes of a cluster.
+
+    Raises:
+        ValueError: If JAX has already started with another number of devices, finds no cluster, or cannot start.
+    """
     if cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         try:
@@ -253,3 +262,12 @@ def use_devices(cpu_devices: int | None) -> None:
         except RuntimeError:
             if jax.device_count() != cpu_devices:
                 raise ValueError(f"--cpu-devices must be given before JAX starts, got {cpu_devices}") from None
+    if is_distributed:
+        try:
+            jax.distributed.initialize(initialization_timeout=60)
+        except (RuntimeError, ValueError) as error:
+            raise ValueError(f"--distributed must be used in a cluster job that JAX recognizes: {error}") from None
+    try:
+        jax.devices()
+    except RuntimeError as error:
+        raise ValueError(f"JAX cannot start its devices: {error}") from None

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import io
 import pathlib
+import string
 import warnings
 from typing import Any
 
 import numpy as np
 
 from ringjax.cli.arguments import Job, add_job_arguments, job_of
+from ringjax.cli.files import check_output, write_output
 from ringjax.cli.output import emit
-from ringjax.cli.pictures import Reach, Schedule, coverage_of, mask_of, schedule_of
+from ringjax.cli.pictures import Reach, Schedule, check_length, coverage_of, mask_of, schedule_of
 from ringjax.layout import layout_named
 from ringjax.report import bytes_text
 
@@ -23,7 +26,10 @@ EXAMPLES = """examples:
 """
 _COLOURS = ("#ffffff", "#1b4f8a", "#d98c21", "#4f9d69", "#a23b72", "#7a7a7a", "#c95d63", "#5b8e7d", "#8d6a9f")
 _SHADES = " ░▒▓█"
+_DIGITS = "." + string.digits[1:] + string.ascii_lowercase  # of branches in text
 _POSITIONS = 64  # that are shown of a coverage
+_MOST_HEADS = 256  # that are shown of a coverage
+_MOST_PIECES = 2**16  # segments times heads of a ring, each of which is looked at by itself
 
 
 def draw(what: str, job: Job, path: pathlib.Path) -> None:
@@ -36,17 +42,38 @@ def draw(what: str, job: Job, path: pathlib.Path) -> None:
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
-        ValueError: If the attention cannot be drawn, or the name of the file does not end in .png or .svg.
+        OSError: If the file cannot be written.
+        ValueError: If the attention cannot be drawn, or the file is none of .png or .svg that can be written.
     """
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"-o must name a .png or .svg file, got {str(path)!r}")
+    check_output(path, (".png", ".svg"))
+    _check(what, job)
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - only pictures need it
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError("pictures need matplotlib: pip install 'ringjax[plot]', or use --ascii") from error
     figure = Figure(layout="constrained", dpi=150)
     {"mask": _draw_mask, "coverage": _draw_coverage, "ring": _draw_ring}[what](figure, job)
-    figure.savefig(path)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:])
+    write_output(path, drawn.getvalue())
+
+
+def _check(what: str, job: Job) -> None:
+    """Raises ValueError if the attention is not possible, or has too much to draw."""
+    if what == "ring" and not 2 <= job.ring_size <= 64:
+        raise ValueError(f"--ring must be from 2 to 64 to draw a ring, got {job.ring_size}")
+    if what == "mask":
+        check_length(job)
+    heads = job.num_kv_heads or job.num_heads
+    if what == "coverage" and heads > _MOST_HEADS:
+        raise ValueError(f"--kv-heads (by default --heads) must be at most {_MOST_HEADS} to draw them, got {heads}")
+    for branch in job.plan().branches:
+        pieces = -(-job.seq_len // branch.segment_length) * heads
+        if what == "ring" and pieces > _MOST_PIECES:
+            raise ValueError(
+                f"--pattern must have longer segments to draw a ring of {job.seq_len} positions: branch "
+                f"{branch.segment_length}/{branch.rate} has {pieces:,} segments in all heads, at most {_MOST_PIECES:,}"
+            )
 
 
 def in_text(what: str, job: Job) -> str:
@@ -60,6 +87,7 @@ def in_text(what: str, job: Job) -> str:
         2 . 1 .
         . . 1 1
     """
+    _check(what, job)
     return {"mask": _mask_text, "coverage": _coverage_text, "ring": _ring_text}[what](job)
 
 
@@ -80,13 +108,14 @@ def _draw_mask(figure: Any, job: Job) -> None:  # noqa: ANN401 - matplotlib is n
     masks = mask_of(job, heads)
     figure.set_size_inches(3.1 * heads + 0.4, 4.1)
     panels = figure.subplots(1, heads, squeeze=False, sharey=True)[0]
-    colours = ListedColormap(_COLOURS[: len(names) + 1])
+    shades = [_COLOURS[1 + i % 8] for i in range(len(names))]
+    colours = ListedColormap([_COLOURS[0], *shades])
     for head, panel in enumerate(panels):
         panel.imshow(masks[head], cmap=colours, vmin=-0.5, vmax=len(names) + 0.5, interpolation="nearest")
         panel.set_title(f"head {head}", fontsize=11)
         panel.set_xlabel("key position")
     panels[0].set_ylabel("query position")
-    keys = [Patch(color=_COLOURS[i + 1], label=f"segments of {w}, every {_nth(r)} row") for i, (w, r) in _pairs(names)]
+    keys = [Patch(color=shades[i], label=f"segments of {w}, every {_nth(r)} row") for i, (w, r) in _pairs(names)]
     figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), heads + 1), frameon=False, fontsize=10)
     causal = "causal " if job.is_causal else ""
     figure.suptitle(f"Who sees whom: {causal}dilated attention over {job.seq_len} positions", fontsize=12)
@@ -137,7 +166,9 @@ def _draw_coverage(figure: Any, job: Job) -> None:  # noqa: ANN401
 def _coverage_line(job: Job) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = job.pattern.coverage(job.num_kv_heads or job.num_heads, min(job.seq_len, 2**22))
+        heads = job.num_kv_heads or job.num_heads
+        most = 2**28 // (heads * len(job.pattern.segment_lengths))  # looked at within seconds
+        found = job.pattern.coverage(heads, min(job.seq_len, 2**22, most))
     return f"{found.share:.1%} of (position, head) pairs covered; reach {found.reach:,} of {job.seq_len:,} positions"
 
 
@@ -205,8 +236,6 @@ def _draw_schedule(panel: Any, schedule: Schedule, colours: np.ndarray) -> None:
 
 
 def _schedules(job: Job) -> list[Schedule]:
-    if not 2 <= job.ring_size <= 64:
-        raise ValueError(f"--ring must be from 2 to 64 to draw a ring, got {job.ring_size}")
     return [schedule_of(branch) for branch in job.plan().branches]
 
 
@@ -216,18 +245,18 @@ def _chunks(job: Job) -> np.ndarray:
 
 
 def _mask_text(job: Job) -> str:
-    legend = ", ".join(f"{i}: {name}" for i, name in enumerate(_names(job), 1))
+    legend = ", ".join(f"{_DIGITS[i]}: {name}" for i, name in enumerate(_names(job), 1))
     masks = mask_of(job, _heads(job))
     lines = []
     for head, mask in enumerate(masks):
-        lines += [f"head {head} ({legend})", *(" ".join(str(x) if x else "." for x in row) for row in mask), ""]
+        lines += [f"head {head} ({legend})", *(" ".join(_DIGITS[x] for x in row) for row in mask), ""]
     return "\n".join(lines[:-1])
 
 
 def _coverage_text(job: Job) -> str:
     table, reach = coverage_of(job, _POSITIONS)
     lines = [_coverage_line(job), "", "branches that select a position, by key/value head:"]
-    lines += [f"{head:3d} " + "".join(str(x) if x else "." for x in row) for head, row in enumerate(table)]
+    lines += [f"{head:3d} " + "".join(_DIGITS[x] for x in row) for head, row in enumerate(table)]
     return "\n".join([*lines, "", *(_reach_line(branch) for branch in reach)])
 
 
@@ -259,6 +288,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """`ringjax draw`."""
     job = job_of(options)
+    if options.ascii and options.output:
+        raise ValueError(f"--output must be left out with --ascii, got {str(options.output)!r}")
     if options.ascii:
         text = in_text(options.what, job)
         emit(options, {"command": "draw", "what": options.what, "text": text}, text)

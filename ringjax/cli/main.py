@@ -7,8 +7,12 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import jax
+
 import ringjax
 from ringjax.cli.arguments import Parser
+from ringjax.cli.errors import in_options, report, usage_error
+from ringjax.cli.output import flush_stdout
 
 # name -> what it does; each is a module of this package with EXAMPLES, `add_arguments` and `run`
 COMMANDS = {
@@ -46,21 +50,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: What follows the name of the command, from `sys.argv` by default.
 
     Returns:
-        0; 1 if a check failed; 2 if the input is wrong, after one line on standard error that says so.
+        The exit code: 0; 1 if a check failed; 2 if the input is wrong or the output cannot be written, after one line
+        on standard error; 130 if interrupted, after one line; 141 if the reader of standard output is gone.
 
     Example:
         >>> main(["plan", "--seq-len", "64K", "--layout", "spiral"])
-        Traceback (most recent call last):
-        ...
-        SystemExit: 2
+        2
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
     name = next((word for word in given if word in COMMANDS), "")
-    options = parser(name).parse_args(given)
-    module = importlib.import_module(f"ringjax.cli.{options.command}")
+    program = f"ringjax {name}".strip()
+    if sys.stdout is None:
+        return usage_error(program, "standard output is closed")
     try:
-        return int(module.run(options))
-    except (ValueError, NotImplementedError, OSError, ModuleNotFoundError) as error:
-        line = " ".join(str(error).split()).rstrip(".")
-        print(f"ringjax {options.command}: error: {line} (see ringjax {options.command} --help)", file=sys.stderr)
-        return 2
+        code = _run(name, given)
+        flush_stdout()
+    except KeyboardInterrupt:
+        report(program, "interrupted")
+        return 130
+    except BrokenPipeError:  # as in `ringjax plan | head -1`: what a program returns that the signal ends
+        return 141
+    except MemoryError:
+        return usage_error(program, "there is not enough memory: choose a smaller --seq-len, --heads or --ring")
+    except (ValueError, NotImplementedError, OSError, ModuleNotFoundError, jax.errors.JaxRuntimeError) as error:
+        changes = {"ring_size": "--target"} if name == "rehearse" else {}
+        return usage_error(program, in_options(str(error), **changes))
+    return code
+
+
+def _run(name: str, given: list[str]) -> int:
+    try:
+        options = parser(name).parse_args(given)
+    except SystemExit as end:  # --help, --version, or an error that was reported
+        return int(end.code or 0)
+    module = importlib.import_module(f"ringjax.cli.{options.command}")
+    return int(module.run(options))

@@ -28,11 +28,7 @@ def mask_of(job: Job, heads: int) -> np.ndarray:
                [2, 0, 1, 0],
                [0, 0, 1, 1]])
     """
-    if job.seq_len > LONGEST:
-        raise ValueError(
-            f"--seq-len must be at most {LONGEST} to draw a mask, got {job.seq_len}: draw the pattern scaled down, "
-            "such as --seq-len 64 --pattern 8/1,32/2,T/4"
-        )
+    check_length(job)
     kv_heads = job.num_kv_heads or job.num_heads
     p = np.arange(job.seq_len)
     first = np.zeros((heads, job.seq_len, job.seq_len), int)
@@ -43,6 +39,15 @@ def mask_of(job: Job, heads: int) -> np.ndarray:
             chosen = selected(branch, head * kv_heads // job.num_heads, p)
             first[head][same & chosen[:, None] & chosen[None, :]] = number
     return first
+
+
+def check_length(job: Job) -> None:
+    """Raises ValueError if the sequence is too long to draw its mask."""
+    if job.seq_len > LONGEST:
+        raise ValueError(
+            f"--seq-len must be at most {LONGEST} to draw a mask, got {job.seq_len}: draw the pattern scaled down, "
+            "such as --seq-len 64 --pattern 8/1,32/2,T/4"
+        )
 
 
 def selected(branch: Branch, head: int, p: np.ndarray) -> np.ndarray:
@@ -112,7 +117,8 @@ def pairs_between(branch: BranchPlan) -> np.ndarray:
     request, selection = branch.request, branch.selection
     layout, w = layout_named(request.layout), selection.segment_length
     length, chunk = request.stored_length, request.chunk_length
-    edges = np.unique(np.concatenate([np.arange(0, length, w), np.arange(0, length + 1, chunk)]))
+    edges = np.sort(np.concatenate([np.arange(0, length, w), np.arange(0, length + 1, chunk)]))
+    edges = edges[np.diff(edges, prepend=-1) > 0]
     device = np.empty(layout.multiple(request.ring_size), np.int64)
     device[list(layout.order(request.ring_size))] = np.repeat(np.arange(request.ring_size), layout.chunks)
     owner, segment = device[edges[:-1] // chunk], edges[:-1] // w

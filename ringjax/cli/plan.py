@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import math
 import textwrap
 from typing import Any, NamedTuple
@@ -15,6 +16,9 @@ from ringjax.cli.advice import Choice, Finding, best_choice, warnings_of
 from ringjax.cli.arguments import (
     DTYPES,
     LAYOUTS,
+    MOST_DEVICES,
+    MOST_HEADS,
+    MOST_TOKENS,
     Job,
     add_job_arguments,
     amount,
@@ -22,6 +26,7 @@ from ringjax.cli.arguments import (
     job_of,
     parse_count,
 )
+from ringjax.cli.errors import in_options
 from ringjax.cli.hardware import DEVICES
 from ringjax.cli.output import WIDTH, emit, seconds_text, table_text
 from ringjax.cli.roofline import Estimate, estimate
@@ -35,12 +40,12 @@ EXAMPLES = """examples:
   ringjax plan --seq-len 64K --pattern auto --ring 4 --memory 16GB --json
 """
 _PARSERS: dict[str, tuple[str, Any]] = {
-    "ring": ("ring_size", parse_count),
+    "ring": ("ring_size", functools.partial(parse_count, most=MOST_DEVICES)),
     "seq-len": ("seq_len", parse_count),
-    "heads": ("num_heads", parse_count),
-    "kv-heads": ("num_kv_heads", parse_count),
-    "head-dim": ("head_dim", parse_count),
-    "batch": ("batch", parse_count),
+    "heads": ("num_heads", functools.partial(parse_count, most=MOST_HEADS)),
+    "kv-heads": ("num_kv_heads", functools.partial(parse_count, most=MOST_HEADS)),
+    "head-dim": ("head_dim", functools.partial(parse_count, most=2**16)),
+    "batch": ("batch", functools.partial(parse_count, most=2**20)),
     "pattern": ("pattern_text", str),
     "layout": ("layout", str),
     "strategy": ("strategy", str),
@@ -48,6 +53,8 @@ _PARSERS: dict[str, tuple[str, Any]] = {
     "device": ("device", str),
 }
 _CHOICES: dict[str, Any] = {"layout": LAYOUTS, "strategy": STRATEGIES, "dtype": DTYPES, "device": DEVICES}
+_MOST_VALUES = 64  # of a sweep
+_MOST_PIECES = 2**21  # runs of positions in one segment and one chunk, each counted for every offset of the heads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,6 +129,7 @@ def plan_report(job: Job) -> PlanReport:
         (True, 'zigzag', '--layout zigzag')
     """
     plan = job.plan()
+    _check_pieces(plan)
     guess = None if job.hardware is None else estimate(plan, job.hardware)
     return PlanReport(
         job,
@@ -134,7 +142,24 @@ def plan_report(job: Job) -> PlanReport:
     )
 
 
-def longest_that_fits(job: Job, most: int = 2**40) -> int:
+def _check_pieces(plan: Plan) -> None:
+    """Checks that the work of the devices can be counted within seconds.
+
+    Raises:
+        ValueError: If segments are too short for the length.
+    """
+    chunks = plan.request.stored_length // plan.request.chunk_length
+    for branch in plan.branches:
+        segments = plan.request.stored_length // branch.segment_length
+        pieces = (segments + chunks) * len(set(branch.selection.offsets))
+        if pieces > _MOST_PIECES:
+            raise ValueError(
+                f"--pattern must have longer segments or smaller rates at --seq-len {plan.request.seq_len}: branch "
+                f"{branch.segment_length}/{branch.rate} has {pieces:,} pieces to count, at most {_MOST_PIECES:,}"
+            )
+
+
+def longest_that_fits(job: Job, most: int = MOST_TOKENS) -> int:
     """The longest sequence whose training fits into the memory of a device, in steps of 1024 tokens per chunk; or 0.
 
     Example:
@@ -149,11 +174,13 @@ def longest_that_fits(job: Job, most: int = 2**40) -> int:
         other = dataclasses.replace(job, seq_len=steps * step, stored_length=None)
         return other.plan().memory(job.platform).gradient <= limit
 
-    if not fits(1):
+    last = most // step
+    if not last or not fits(1):
         return 0
-    low, high = 1, 2
-    while high * step <= most and fits(high):
-        low, high = high, 2 * high
+    low = 1
+    while low < last and fits(min(2 * low, last)):
+        low = min(2 * low, last)
+    high = min(2 * low, last + 1)
     while high - low > max(1, low // 256):  # to half a percent
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
@@ -193,10 +220,15 @@ def sweep(job: Job, name: str, values: list[str]) -> list[SweepRow]:
     if name not in _PARSERS:
         raise ValueError(f"--sweep must name one of {', '.join(_PARSERS)}, got {name!r}")
     field, parse = _PARSERS[name]
+    if len(values) > _MOST_VALUES:
+        raise ValueError(f"--sweep must have at most {_MOST_VALUES} values, got {len(values)}")
     for value in values:
         if name in _CHOICES and value not in _CHOICES[name]:
             raise ValueError(f"--sweep {name} must take values among {', '.join(_CHOICES[name])}, got {value!r}")
-    parsed = [DTYPES[value] if name == "dtype" else parse(value) for value in values]
+    try:
+        parsed = [DTYPES[value] if name == "dtype" else parse(value) for value in values]
+    except ValueError as error:
+        raise ValueError(f"--sweep {name} {error}") from None
     changes: list[dict[str, Any]] = [{field: x} for x in parsed]
     return [_sweep_row(value, dataclasses.replace(job, **x)) for value, x in zip(values, changes, strict=True)]
 
@@ -204,6 +236,7 @@ def sweep(job: Job, name: str, values: list[str]) -> list[SweepRow]:
 def _sweep_row(value: str, job: Job) -> SweepRow:
     try:
         plan = job.plan()
+        _check_pieces(plan)
     except ValueError as error:
         return SweepRow(value, None, None, None, None, None, None, None, str(error))
     guess = None if job.hardware is None else estimate(plan, job.hardware)
@@ -282,7 +315,9 @@ def _sweep_text(job: Job, name: str, rows: list[SweepRow]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ringjax plan`."""
     add_job_arguments(parser, seq_len="1M")
-    parser.add_argument("--head-shards", type=count, default="1", metavar="S", help="devices that share the heads (1)")
+    parser.add_argument(
+        "--head-shards", type=count(MOST_HEADS), default="1", metavar="S", help="devices that share the heads (1)"
+    )
     parser.add_argument("--memory", type=amount, help="memory of a device: 80GB, 16GiB (that of --device)")
     parser.add_argument("--device", choices=DEVICES, help="for memory and an estimate of time")
     parser.add_argument("--sweep", metavar="NAME=A,B,C", help=f"a table over one of {', '.join(_PARSERS)}")
@@ -298,7 +333,9 @@ def run(options: argparse.Namespace) -> int:
     name, _, values = options.sweep.partition("=")
     if not values:
         raise ValueError(f"--sweep must be a name and values such as ring=1,2,4,8, got {options.sweep!r}")
-    rows = sweep(job, name, values.split(","))
+    rows = [row._replace(error=in_options(row.error)) for row in sweep(job, name, values.split(","))]
+    if all(row.error for row in rows):
+        raise ValueError(f"--sweep {options.sweep} has no value that can be planned: {rows[0].error}")
     data = [{**r._asdict(), "memory": None if r.memory is None else r.memory._asdict()} for r in rows]
     emit(options, {"command": "plan", "sweep": name, "rows": data}, _sweep_text(job, name, rows))
     return 0

@@ -17,7 +17,8 @@ from typing import Any
 import jax
 from rich.table import Table
 
-from ringjax.cli.arguments import Job, add_job_arguments, job_of
+from ringjax.cli.arguments import MOST_CPU_DEVICES, MOST_DEVICES, Job, add_job_arguments, job_of
+from ringjax.cli.errors import in_options
 from ringjax.cli.output import emit, seconds_text, table_text
 from ringjax.plan import Plan
 from ringjax.rehearse.collectives import executed
@@ -33,6 +34,7 @@ EXAMPLES = """examples:
 targets: tpu:v5e|v5p|v6e:GRID, cuda:a100|h100|b200:1xMACHINESxGPUS, cpu:DEVICES; no device is needed, only its compiler:
   pip install 'ringjax[rehearse-tpu]' or 'ringjax[rehearse-cuda]', each in an environment of its own
 """
+_TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}  # whatever the locale
 _PACKAGES = {"cpu": ("jaxlib",), "tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 
 
@@ -196,14 +198,15 @@ def rehearsed_apart(job: Job, target_name: str, part: str) -> Rehearsed:
     packages = _PACKAGES[target.platform]
     if not any(importlib.util.find_spec(name) for name in packages):
         raise ModuleNotFoundError(
-            f"there is no compiler for {target.platform} here: pip install 'ringjax[rehearse-{target.platform}]'"
+            f"--target {target_name} needs a compiler that is not installed: "
+            f"pip install '.[rehearse-{target.platform}]' in a clone of ringjax"
         )
     job = on_target(job, target)
     planned = expected(job, target, part)
     asked = json.dumps({"job": dataclasses.asdict(job), "target": target_name, "part": part})
     command = [sys.executable, "-c", "from ringjax.cli.rehearse import work; work()"]
     environment = os.environ | ENVIRONMENT
-    done = subprocess.run(command, input=asked, capture_output=True, text=True, env=environment, check=False)
+    done = subprocess.run(command, input=asked, capture_output=True, env=environment, check=False, **_TEXT)
     if done.returncode:
         return dataclasses.replace(planned, error=_first_words(done.stderr[-2000:]))
     found = json.loads(done.stdout.splitlines()[-1])
@@ -267,10 +270,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser, seq_len="1M", ring=None)
 
 
+def _check_target(name: str) -> None:
+    """Raises ValueError if there is no such target, or it has too many devices."""
+    try:
+        target = target_named(name)
+    except ValueError as error:
+        reason = in_options(str(error), topology="it", name="it")
+        raise ValueError(f"--target {name!r} is unknown: {reason}") from None
+    most = MOST_CPU_DEVICES if isinstance(target, CpuTarget) else MOST_DEVICES
+    if target.devices > most:
+        raise ValueError(f"--target must have at most {most:,} devices, got {name!r}")
+
+
 def run(options: argparse.Namespace) -> int:
     """`ringjax rehearse`."""
     parts = ("forward", "gradient") if options.part == "both" else (options.part,)
     job = job_of(options)
+    _check_target(options.target)
     found = [rehearsed_apart(job, options.target, part) for part in parts]
     data = {"command": "rehearse", "pattern": repr(job.pattern), "rehearsals": [x.to_dict() for x in found]}
     emit(options, data, "\n\n".join(map(str, found)))

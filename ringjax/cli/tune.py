@@ -12,6 +12,7 @@ import argparse
 import dataclasses
 import itertools
 import json
+import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -23,12 +24,25 @@ from rich.table import Table
 
 from ringjax.block.backend import Implementation, Target
 from ringjax.block.kernel import BlockSizes
-from ringjax.cli.arguments import Job, add_job_arguments, count, job_of
-from ringjax.cli.doctor import use_devices
+from ringjax.cli.arguments import (
+    LAYOUTS,
+    MOST_CPU_DEVICES,
+    MOST_DEVICES,
+    Job,
+    add_job_arguments,
+    count,
+    duration,
+    job_of,
+)
+from ringjax.cli.doctor import CPU_DEVICES_HELP, use_devices
+from ringjax.cli.files import check_output, write_output
 from ringjax.cli.output import emit, seconds_text, table_text
 from ringjax.cli.running import attention_on, median_seconds, on_devices, random_arrays, ring_mesh, with_gradient
 from ringjax.devices import Ring
 from ringjax.geometry import StrategyName
+from ringjax.pattern import whole_number
+from ringjax.plan import STRATEGIES
+from ringjax.report import bytes_text
 
 EXAMPLES = """examples:
   ringjax tune --seq-len 64K --pattern 2K/1,16K/4,T/16 --causal -o tuning.json
@@ -93,7 +107,7 @@ class Tuning:
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes it to a file, for `load`."""
-        pathlib.Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+        write_output(pathlib.Path(path), (json.dumps(self.to_dict(), indent=1) + "\n").encode())
 
     def __str__(self) -> str:
         table = Table(title=f"{self.about} on {self.ring_size} x {self.device}")
@@ -133,15 +147,29 @@ def load(path: str | pathlib.Path) -> Tuning:
         Tuning(device='cpu', ring_size=2, layout='zigzag', strategy='ring', block_sizes=None, about='', trials=())
     """
     try:
-        data = json.loads(pathlib.Path(path).read_text())
+        data = json.loads(pathlib.Path(path).read_text(encoding="utf-8"))
         if data.pop("version") != _VERSION:
             raise ValueError
         trials = tuple(Trial(**{**trial, "block_sizes": _sizes(trial["block_sizes"])}) for trial in data["trials"])
-        return Tuning(**{**data, "block_sizes": _sizes(data["block_sizes"]), "trials": trials})
-    except (ValueError, KeyError, TypeError, AttributeError):
+        tuning = Tuning(**{**data, "block_sizes": _sizes(data["block_sizes"]), "trials": trials})
+        _check_tuning(tuning)
+        return tuning
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(
             f"`path` must name a file that this version of `ringjax tune` wrote, got {str(path)!r}."
         ) from None
+
+
+def _check_tuning(tuning: Tuning) -> None:
+    """Raises ValueError for what `ringjax tune` never writes."""
+    whole_number("ring_size", tuning.ring_size)
+    places = [(tuning.layout, tuning.strategy), *((trial.layout, trial.strategy) for trial in tuning.trials)]
+    if not all(layout in LAYOUTS and strategy in STRATEGIES for layout, strategy in places):
+        raise ValueError
+    if not all(isinstance(text, str) for text in (tuning.device, tuning.about, *(t.error for t in tuning.trials))):
+        raise ValueError
+    if not all(t.seconds is None or (isinstance(t.seconds, float) and t.seconds >= 0) for t in tuning.trials):
+        raise ValueError
 
 
 def _plain(sizes: BlockSizes | None) -> dict[str, int] | None:
@@ -237,22 +265,39 @@ class _Bench:
         return Trial(layout, strategy, sizes, is_gradient, took)
 
 
+def _check_memory(job: Job) -> None:
+    """Raises ValueError if the arrays, or the program on CPU devices, do not fit into the memory of this machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    heads = 2 * job.num_heads + 2 * (job.num_kv_heads or job.num_heads)
+    needed = 4 * job.batch * job.seq_len * heads * job.head_dim
+    if jax.default_backend() == "cpu":
+        needed += job.ring_size * job.plan().memory("cpu").gradient
+    if needed > memory:
+        raise ValueError(
+            f"--seq-len, --heads, --head-dim and --batch must fit into the {bytes_text(memory)} of this machine, got "
+            f"{job.seq_len}, {job.num_heads}, {job.head_dim} and {job.batch}, which need {bytes_text(needed)}"
+        )
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ringjax tune`."""
-    add_job_arguments(parser, seq_len="16K", ring=None)
-    parser.add_argument("--ring", type=count, metavar="P", help="devices that share the sequence (all)")
-    parser.add_argument("--cpu-devices", type=count, metavar="N", help="use so many CPU devices of this machine")
-    parser.add_argument("--seconds", type=float, default=1.0, help="how long to measure each (%(default)s)")
+    add_job_arguments(parser, seq_len="16K", ring=None, is_tuned=True)
+    parser.add_argument("--ring", type=count(MOST_DEVICES), metavar="P", help="devices that share the sequence (all)")
+    parser.add_argument("--cpu-devices", type=count(MOST_CPU_DEVICES), metavar="N", help=CPU_DEVICES_HELP)
+    parser.add_argument("--seconds", type=duration, default=1.0, help="how long to measure each (%(default)s)")
     parser.add_argument("-o", "--output", type=pathlib.Path, default="ringjax-tuning.json", help="(%(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:
     """`ringjax tune`."""
+    check_output(options.output)  # before minutes of measurement
     use_devices(options.cpu_devices)
     ring = options.ring or jax.device_count()
     if ring > jax.device_count():
         raise ValueError(f"--ring must be at most {jax.device_count()}, the devices at hand, got {ring}")
-    found = tune(job_of(options, ring_size=ring), options.seconds)
+    job = job_of(options, ring_size=ring)
+    _check_memory(job)
+    found = tune(job, options.seconds)
     found.save(options.output)
     data = {"command": "tune", "file": str(options.output), **found.to_dict()}
     emit(options, data, f"{found}\nKept in {options.output}.")

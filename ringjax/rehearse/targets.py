@@ -8,9 +8,11 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import re
 from typing import Literal
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
+_SIZE = re.compile("[1-9][0-9]{0,5}")  # along one axis of a grid
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,7 @@ class TpuTarget:
 
     def __post_init__(self) -> None:
         generation, _, grid = self.topology.partition(":")
-        if generation not in TPU_CHIPS or not all(size.isdigit() for size in grid.split("x")):
+        if generation not in TPU_CHIPS or not all(map(_SIZE.fullmatch, grid.split("x"))):
             raise ValueError(
                 f"`topology` must be one of {tuple(TPU_CHIPS)}, a colon and a grid such as 2x4, got {self.topology!r}."
             )
@@ -300,19 +302,19 @@ def target_named(name: str) -> Target:
     platform, _, rest = name.partition(":")
     if platform == "tpu":
         return TpuTarget(rest)
-    if platform == "cpu" and rest.isdigit() and int(rest):
+    if platform == "cpu":
+        if not _SIZE.fullmatch(rest):
+            raise ValueError(f"`name` must be cpu and a number of devices, such as cpu:8, got {name!r}.")
         return CpuTarget(int(rest))
     if platform != "cuda":
         return TpuTarget(name)
     gpu, _, topology = rest.partition(":")
     sizes = topology.split("x") if topology else ["1", "1", "8"]
-    if gpu.upper() not in CUDA_TARGETS or len(sizes) != 3 or sizes[0] != "1" or not all(map(str.isdigit, sizes)):
+    if gpu.upper() not in CUDA_TARGETS or len(sizes) != 3 or sizes[0] != "1" or not all(map(_SIZE.fullmatch, sizes)):
         kinds = ", ".join(kind.lower() for kind in CUDA_TARGETS)
         raise ValueError(
             f"`name` must be cuda, one of {kinds}, and 1 x machines x GPUs of a machine, such as cuda:h100:1x8x8, "
             f"got {name!r}."
         )
     machines, gpus = int(sizes[1]), int(sizes[2])
-    if not machines * gpus:
-        raise ValueError(f"`name` must have at least one GPU, got {name!r}.")
     return dataclasses.replace(CUDA_TARGETS[gpu.upper()], devices=machines * gpus, machines=machines)

@@ -1,0 +1,81 @@
+"""Errors as one line on standard error, in terms of the options that the user typed."""
+
+from __future__ import annotations
+
+import re
+import sys
+
+# The arguments of the library's functions, as its errors name them, and the options that set them.
+_OPTIONS = {
+    "seq_len": "--seq-len",
+    "max_len": "--seq-len",
+    "stored_length": "--stored-length",
+    "num_heads": "--heads",
+    "num_kv_heads": "--kv-heads",
+    "head_dim": "--head-dim",
+    "head_shards": "--head-shards",
+    "head_axis": "--head-shards",
+    "ring_size": "--ring",
+    "batch": "--batch",
+    "layout": "--layout",
+    "strategy": "--strategy",
+    "is_causal": "--causal",
+    "dtype": "--dtype",
+    "has_segment_ids": "--segment-ids",
+    "pattern": "--pattern",
+    "segment_lengths": "--pattern",
+    "dilation_rates": "--pattern",
+    "offsets": "--offsets",
+    "heads": "--branch-heads",
+    "mixing": "--mixing",
+    "topology": "--target",
+    "name": "--target",
+}
+_ARGUMENT = re.compile(r'`(\w+)(?:\[\d+\])?(?:="?(\w+)"?)?`')
+_LONGEST = 1000  # characters of a line
+
+
+def in_options(text: str, **changes: str) -> str:
+    """Returns an error message of the library with options in place of Python arguments.
+
+    Args:
+        text: The message, with arguments in backticks.
+        **changes: Options of this command that differ from the usual ones, by argument.
+
+    Example:
+        >>> in_options("`num_heads` must be a multiple of `num_kv_heads`, got 16 and 3.")
+        '--heads must be a multiple of --kv-heads, got 16 and 3.'
+        >>> in_options('`offsets` must be "mod" with `heads="grouped"`.')
+        '--offsets must be "mod" with --branch-heads grouped.'
+    """
+    options = {**_OPTIONS, **changes}
+
+    def option(found: re.Match[str]) -> str:
+        name, value = found.groups()
+        return found[0] if name not in options else options[name] + (f" {value}" if value else "")
+
+    return _ARGUMENT.sub(option, text)
+
+
+def one_line(text: str) -> str:
+    r"""Returns a message on one line: no line breaks, no control characters, at most about 1,000 characters.
+
+    Example:
+        >>> one_line("two\n  lines and a bell \a.")
+        'two lines and a bell \\x07'
+    """
+    line = " ".join(text.split()).rstrip(".")
+    line = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    return line if len(line) <= _LONGEST else f"{line[:700]} ... {line[-200:]}"
+
+
+def report(program: str, message: str) -> None:
+    """Prints an error on standard error, if there is one."""
+    if sys.stderr is not None:
+        print(f"{program}: {message}", file=sys.stderr)
+
+
+def usage_error(program: str, message: str) -> int:
+    """Prints what is wrong with the input of a program and returns its exit code, 2."""
+    report(program, f"error: {one_line(message)} (see {program} --help)")
+    return 2
