@@ -91,7 +91,7 @@ def test_a_user_without_the_compiler_is_told_what_to_install(monkeypatch, capsys
     for target, extra in (("tpu:v5p:2x2x2", "rehearse-tpu"), ("cuda:h100:1x1x8", "rehearse-cuda")):
         assert main(["rehearse", "--target", target]) == 2
         (line,) = capsys.readouterr().err.splitlines()
-        assert f"pip install 'ringjax[{extra}]'" in line
+        assert f"pip install '.[{extra}]' in a clone of ringjax" in line
 
 
 @pytest.fixture

@@ -92,5 +92,5 @@ def test_pictures_in_text(capsys):
 
 def test_without_matplotlib_the_remedy_is_said(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
-    with pytest.raises(ModuleNotFoundError, match=r"pip install 'ringjax\[plot\]', or use --ascii"):
+    with pytest.raises(ModuleNotFoundError, match=r"pip install '.\[plot\]' in a clone of ringjax, or use --ascii"):
         draw("mask", Job(8, num_heads=1, pattern_text="8/1"), tmp_path / "mask.png")

@@ -32,7 +32,7 @@ EXAMPLES = """examples:
   ringjax rehearse --target tpu:v5e:4x4 --seq-len 1M --pattern 2K/1,32K/8,T/64 --causal --pass forward
   ringjax rehearse --target tpu:v5p:16x16x16 --seq-len 1G --pattern 2K/1,128K/16,8M/128,T/1024 --causal
 targets: tpu:v5e|v5p|v6e:GRID, cuda:a100|h100|b200:1xMACHINESxGPUS, cpu:DEVICES; no device is needed, only its compiler:
-  pip install 'ringjax[rehearse-tpu]' or 'ringjax[rehearse-cuda]', each in an environment of its own
+  pip install '.[rehearse-tpu]' or '.[rehearse-cuda]' in a clone of ringjax, each in an environment of its own
 """
 _TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}  # whatever the locale
 _PACKAGES = {"cpu": ("jaxlib",), "tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
