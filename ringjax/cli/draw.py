@@ -50,7 +50,8 @@ def draw(what: str, job: Job, path: pathlib.Path) -> None:
     try:
         from matplotlib.figure import Figure  # noqa: PLC0415 - only pictures need it
     except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("pictures need matplotlib: pip install '.[plot]' in a clone of ringjax, or use --ascii") from error
+        remedy = "pip install '.[plot]' in a clone of ringjax, or use --ascii"
+        raise ModuleNotFoundError(f"pictures need matplotlib: {remedy}") from error
     figure = Figure(layout="constrained", dpi=150)
     {"mask": _draw_mask, "coverage": _draw_coverage, "ring": _draw_ring}[what](figure, job)
     drawn = io.BytesIO()
