@@ -18,7 +18,7 @@ import stat
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import Self
 
 _DIGITS = 24  # of a digest in a name
@@ -37,7 +37,7 @@ def digest(*parts: bytes) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:_DIGITS]
 
 
-def folders() -> Iterator[pathlib.Path]:
+def folders() -> Generator[pathlib.Path, None, None]:
     """Yields the folders to try, best first: the user's cache, one among temporary files, a new one for this process.
 
     The last one is created when it is asked for and removed afterwards.
