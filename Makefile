@@ -6,7 +6,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo ring recall train test test-slow lint types doctest bench bench-full million aot-tpu aot-cuda docs package clean
+.PHONY: demo ring recall train test test-slow lint types doctest sanitize bench bench-full million aot-tpu aot-cuda docs package clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
@@ -38,6 +38,11 @@ types: $(VENV)/ready
 # compiling is most of what the examples cost
 doctest: $(VENV)/ready
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q --doctest-modules ringjax
+
+# the CPU kernels under address, undefined-behavior and thread sanitizers, without Python; a few minutes.
+# SANITIZE=--quick takes two dtypes and fewer shapes: about 20 seconds
+sanitize:
+	$(PYTHON) tests/native/sanitize.py $(SANITIZE)
 
 # all benchmarks into one report, build/bench/report.md: quick, or all of it; BENCH="--parts ring,decode" runs some.
 # Peers: PyTorch lives in an environment of its own, ringattention in a folder of its own

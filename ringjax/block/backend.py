@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Literal, NamedTuple, TypeVar
 
@@ -26,6 +27,7 @@ _OF_IMPLEMENTATION: dict[Implementation | None, tuple[Target, ...]] = {
     "native": ("cpu",),
 }
 _MOST_DIM = 256
+_MOST_POSITIONS = 2**31 - 1  # their numbers are int32
 _CPU_ROWS = {"forward": 512, "gradient": 256}  # of a query block: all it holds stays in a core's second cache
 _SM_80 = 8.0  # Ampere
 
@@ -58,6 +60,7 @@ class Case(NamedTuple):
         rows: Key rows of a task.
         group: Query heads per key/value head.
         ids: Dtype of the segment ids, or "".
+        positions: Positions of a device, over all entries of its batch; 0 where they do not matter.
     """
 
     dtype: str
@@ -65,6 +68,7 @@ class Case(NamedTuple):
     rows: int
     group: int
     ids: str = ""
+    positions: int = 0
 
     def misfit(self, target: Target, sizes: BlockSizes | None = None) -> str:
         """Why the kernels of a target do not apply (with these block sizes), or ""."""
@@ -79,6 +83,8 @@ class Case(NamedTuple):
             f"take at least {least_rows} selected rows per segment or chunk, not {self.rows}": self.rows >= least_rows,
             f"take blocks of at least {least_block} rows, not {block}": block >= least_block,
             f"take segment ids that fit int32, not {self.ids}": ids_fit,
+            f"take at most {_MOST_POSITIONS} positions (batch times length), not {self.positions}": self.positions
+            <= _MOST_POSITIONS,
         }
         return next((f"the {target} kernels {rule}" for rule, holds in rules.items() if not holds), "")
 
@@ -200,7 +206,11 @@ class Backend:
         if target == "cpu":
             if self.implementation is None and jax.default_backend() != "cpu":
                 return "another platform is the default"  # nothing is compiled for it unless asked for
-            return f"the cpu kernels are not there: {reason}" if (reason := build.why_not()) else case.misfit("cpu")
+            if misfit := case.misfit("cpu"):
+                return misfit
+            if (reason := build.why_not()) and self.implementation is None:
+                build.warn_once(reason)
+            return reason and f"the cpu kernels are not there: {reason}"
         return case.misfit(target, self.sizes)
 
     def _check(self, case: Case, targets: tuple[Target, ...]) -> None:
@@ -213,5 +223,6 @@ class Backend:
 
 
 def case_of(query: Array, rows: int, group: int, ids: Array | None = None) -> Case:
-    """The case of these arrays."""
-    return Case(query.dtype.name, query.shape[-1], rows, group, "" if ids is None else ids.dtype.name)
+    """Returns the case of these arrays; the query is (B, T, K, G, H), or (N, C, rows * G, H) for packed rows."""
+    positions = math.prod(query.shape[:2]) if query.ndim == 5 else math.prod(query.shape[:-1]) // group
+    return Case(query.dtype.name, query.shape[-1], rows, group, "" if ids is None else ids.dtype.name, positions)
