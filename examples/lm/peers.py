@@ -85,8 +85,7 @@ class Address(NamedTuple):
                 return socket.create_server(("", self.port), family=socket.AF_INET6, dualstack_ipv6=True)
             return socket.create_server(("", self.port))
         except OSError as error:
-            reason = (error.strerror or str(error)).lower()
-            raise UserError(f"--coordinator {self.text} cannot be bound: {reason}") from error
+            raise UserError(f"--coordinator {self.text} cannot be bound: {_reason(error)}") from error
 
 
 class Connection:
@@ -98,6 +97,7 @@ class Connection:
         self.seen = time.monotonic()
         self.rank = -1  # until it has said which it is
         self.has_left = False
+        self.unheard: list[str] = []  # lines that came right after the one that was waited for
 
     def receive(self) -> list[str] | None:
         """Returns the lines that are there, once the socket is readable; None if it is closed or sends no lines."""
@@ -160,28 +160,18 @@ class Peers:
             try:
                 joined = socket.create_connection((self.address.host, self.address.port), timeout=left)
             except OSError as error:
-                reason = (error.strerror or str(error)).lower()
+                reason = _reason(error)
                 time.sleep(_RETRY)
                 continue
-            if joined.getsockname() == joined.getpeername():  # where nobody listens, a socket may meet itself
-                joined.close()
-                continue
-            connection = Connection(joined)
-            connection.send(f"{_GREETING} {self.rank} {self.count}")
-            came, reason = 0, "connected, but no answer"
-            lines: list[str] | None = []
-            while lines is not None and (left := deadline + _SLACK - time.monotonic()) > 0:
-                for kind, _, text in (line.partition(" ") for line in lines):
-                    if kind == "go":
-                        return connection
-                    if kind == "error":
-                        raise UserError("".join(x for x in text if x.isprintable()))
-                    if kind != "came" or not text.isdecimal():
-                        raise UserError(f"--coordinator {self.address.text}: another program answers there")
-                    came = int(text)
-                joined.settimeout(left)
-                lines = connection.receive()
-            joined.close()
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(joined)
+                if joined.getsockname() == joined.getpeername():  # where nobody listens, a socket may find itself
+                    continue
+                connection = Connection(joined)
+                came, reason = self._ask(connection, deadline + _SLACK), "connected, but no answer"
+                if came == self.count:
+                    stack.pop_all()
+                    return connection
             time.sleep(_RETRY)
         if came:
             raise UserError(self.came(came, timeout))
@@ -189,6 +179,27 @@ class Peers:
             f"--coordinator {self.address.text}: process 0 of {self.count} was not reached by process {self.rank} "
             f"within {timeout:g} s (--start-timeout): {reason}"
         )
+
+    def _ask(self, connection: Connection, deadline: float) -> int:
+        """Returns how many have come: all of them, or as many as when the time was up or the connection closed."""
+        connection.send(f"{_GREETING} {self.rank} {self.count}")
+        came = 0
+        while (left := deadline - time.monotonic()) > 0:
+            connection.socket.settimeout(left)
+            lines = connection.receive()
+            if lines is None:
+                break
+            while lines:
+                kind, _, text = lines.pop(0).partition(" ")
+                if kind == "go":
+                    connection.unheard = lines
+                    return self.count
+                if kind == "error":
+                    raise UserError("".join(x for x in text if x.isprintable()))
+                if kind != "came" or not text.isdecimal():
+                    raise UserError(f"--coordinator {self.address.text}: another program answers there")
+                came = min(int(text), self.count - 1)  # all is what `go` says
+        return came
 
     def __enter__(self) -> Self:
         """Begins to watch the others."""
@@ -226,6 +237,8 @@ class Peers:
         selector, beaten = selectors.DefaultSelector(), time.monotonic()
         for connection in self.connections:
             selector.register(connection.socket, selectors.EVENT_READ, connection)
+            for line in connection.unheard:
+                self._hear(connection, line)
         while True:
             for key, _ in selector.select(0.5):
                 lines = key.data.receive()
@@ -275,6 +288,11 @@ class Peers:
         if self.rank == 0:
             self._tell(f"lost {rank} {how}")
         _exit(f"process {rank} of {self.count} {how}; this one ends too (--resume continues)", 1)
+
+
+def _reason(error: OSError) -> str:
+    is_of_system = error.errno is not None and error.errno > 0 and not isinstance(error, socket.gaierror)
+    return (os.strerror(error.errno) if is_of_system else error.strerror or str(error)).lower()
 
 
 def _exit(line: str, code: int) -> NoReturn:

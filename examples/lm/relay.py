@@ -40,9 +40,12 @@ def _connect(near: socket.socket, target: tuple[str, int]) -> None:
         far.settimeout(None)
         for end in (near, far):
             end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        threading.Thread(target=_forward, args=(near, far, 0.0), name="relay", daemon=True).start()
+        outward = threading.Thread(target=_forward, args=(near, far, 0.0), name="relay", daemon=True)
+        outward.start()
         _forward(far, near, _DELAY)
-        return
+        outward.join()
+        far.close()
+        break
     near.close()
 
 
