@@ -8,6 +8,7 @@ import heapq
 import os
 import pathlib
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -162,6 +163,22 @@ def test_only_loopback_addresses_are_bound_alone(text, bind, monkeypatch):
         assert given["initialization_timeout"] == 8
 
 
+def test_processes_that_jax_does_not_find_are_one_line(monkeypatch):
+    monkeypatch.setattr(devices.jax.config, "update", lambda *_: None)
+
+    def initialize(**options):
+        assert options["initialization_timeout"] == 8
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(devices.jax.distributed, "initialize", initialize)
+    message = "--distributed: JAX did not find the other processes: coordinator_address should be defined."
+    with pytest.raises(UserError, match=message), devices.started(0, True, "", 1, -1, 7.5):
+        pass
+    with pytest.raises(UserError, match="--start-timeout must be a number of seconds, got inf"):
+        with devices.started(0, True, "", 1, -1, float("inf")):
+            pass
+
+
 @pytest.fixture
 def two_processes(monkeypatch):
     """As in process 1 of 2: gives what the first process has sent, and takes what this one sends."""
@@ -294,10 +311,10 @@ def test_processes_that_have_done_their_part_leave_in_any_order(address):
 
 # Real runs
 
-TINY = (
+TINY = shlex.split(
     "--layers 1 --features 32 --heads 2 --segments 16,64 --rates 1,2 --seq-len 64 --batch 4 --log-every 1 --devices 1 "
     "--save-every 5 --eval-every 0 --sample-bytes 0 --steps 100000 --warmup 2"
-).split()
+)
 
 
 @pytest.fixture

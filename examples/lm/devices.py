@@ -63,11 +63,16 @@ def started(
     if not coordinator and not distributed:
         yield
         return
+    if not math.isfinite(timeout):
+        raise UserError(f"--start-timeout must be a number of seconds, got {timeout}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     limits = {"initialization_timeout": math.ceil(timeout), "shutdown_timeout_seconds": _SHUTDOWN_SECONDS}
     if not coordinator:
-        with as_user_error(ValueError, RuntimeError):
+        try:
             jax.distributed.initialize(heartbeat_timeout_seconds=_LOST_SECONDS, **limits)
+        except (ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"--distributed: JAX did not find the other processes: {reason}") from error
         yield
         return
     if not 0 <= process_id < num_processes:
