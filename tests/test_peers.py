@@ -174,9 +174,9 @@ def test_processes_that_jax_does_not_find_are_one_line(monkeypatch):
     message = "--distributed: JAX did not find the other processes: coordinator_address should be defined."
     with pytest.raises(UserError, match=message), devices.started(0, True, "", 1, -1, 7.5):
         pass
-    with pytest.raises(UserError, match="--start-timeout must be a number of seconds, got inf"):
-        with devices.started(0, True, "", 1, -1, float("inf")):
-            pass
+    message, endless = "--start-timeout must be a number of seconds, got inf", float("inf")
+    with pytest.raises(UserError, match=message), devices.started(0, True, "", 1, -1, endless):
+        pass
 
 
 @pytest.fixture

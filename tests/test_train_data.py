@@ -147,7 +147,7 @@ def test_paths_that_cannot_be_read(tmp_path):
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
     for path, message in (
         ("missing", "there is no such file"),
-        ("texts", "no bytes of text at all"),
+        ("texts", "no bytes at all"),
         ("texts/*.md", "there is no such file"),
         ("dangling", "cannot be read: No such file or directory"),
     ):

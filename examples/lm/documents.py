@@ -91,7 +91,7 @@ def read_documents(paths: Sequence[str], report: Report = print) -> Split:
     files = [file for file in found if file.size]
     if sum(file.size for file in files) < 2:
         names = ", ".join(map(shown, paths)) or "the standard library"
-        raise UserError(f"--data-path: nothing to read in {names}: no bytes of text at all")
+        raise UserError(f"--data-path: nothing to read in {names}: no bytes at all")
     documents = [Document(file.path, 0, file.size) for file in files]
     root = os.path.commonpath([x.path for x in documents]) if len(documents) > 1 else ""
     names = [os.fsencode(os.path.relpath(x.path, root)) if root else b"" for x in documents]
