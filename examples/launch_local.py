@@ -3,12 +3,14 @@
     python examples/launch_local.py --processes 2 --devices 2 -- --steps 30 --out runs/two
 
 Each process has `--devices` simulated CPU devices; what follows `--` goes to `train_lm.py`. The first process shows
-the run. SIGTERM and Ctrl-C go to all of them: they save a checkpoint and end. If one fails, the others are ended.
+the run. SIGTERM, SIGHUP and Ctrl-C go to all of them: they save a checkpoint and end. They do so too when this program
+is killed. If one fails, the others are ended.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import pathlib
 import signal
 import socket
@@ -16,6 +18,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+
+from lm import LAUNCHER_PIPE
 
 GRACE_SECONDS = 10.0  # for the others, once a process has failed
 SCRIPT = pathlib.Path(__file__).with_name("train_lm.py")
@@ -27,14 +31,20 @@ def launch(processes: int, devices: int, options: Sequence[str]) -> int:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     command = [sys.executable, str(SCRIPT), *options, "--devices", str(devices), "--coordinator", address]
     command += ["--num-processes", str(processes), "--process-id"]
-    children = [subprocess.Popen([*command, str(rank)], start_new_session=True) for rank in range(processes)]
+    watched, held = os.pipe()  # `held` closes with this process, whatever ends it: children see that in `watched`
+    environment = {**os.environ, LAUNCHER_PIPE: str(watched)}
+    children = [
+        subprocess.Popen([*command, str(rank)], start_new_session=True, pass_fds=[watched], env=environment)
+        for rank in range(processes)
+    ]
+    os.close(watched)
 
     def pass_on(number: int, _: object) -> None:
         for child in children:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, pass_on)
     failed, deadline = 0, float("inf")
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
@@ -46,6 +56,7 @@ def launch(processes: int, devices: int, options: Sequence[str]) -> int:
         if child.poll() is None:
             child.kill()
         child.wait()
+    os.close(held)
     failed = failed or next((child.returncode for child in children if child.returncode), 0)
     return failed if failed >= 0 else 128 - failed
 

@@ -76,6 +76,7 @@ class Config:
     coordinator: str = flag("", "several processes: HOST:PORT of the first one")
     num_processes: int = flag(1, "how many, with --coordinator")
     process_id: int = flag(-1, "which one this is, from 0, with --coordinator")
+    start_timeout: float = flag(60.0, "seconds in which all processes have to come", least=1)
     # what is written and shown
     out: str = flag("runs/lm", "folder for metrics, checkpoints, curve and sample")
     resume: bool = flag(False, "go on from the newest checkpoint, if there is one")
@@ -235,7 +236,7 @@ def train(training: Training, split: data.Split, display: Display) -> int:
     """Trains until the last step or a request to stop, and returns the exit code."""
     config, folder = training.config, pathlib.Path(training.config.out)
     checkpoints = Checkpoints(folder / "checkpoints", config.keep, display.say)
-    source = {"seed": config.seed, "documents": len(split.train), "bytes": sum(x.size for x in split.train)}
+    source = {"seed": config.seed, **split.facts()}
     facts = {"model": training.facts(), "data": source}
     step, rows, state = begin(training, checkpoints, facts, display)
     first = step
@@ -346,12 +347,14 @@ def sample(training: Training, state: State) -> str:
 
 
 def run(config: Config) -> int:
-    target = None
     if config.rehearse:
-        target, there = rehearsal.target_devices(config.rehearse)
-    else:
-        devices.start(config.devices, config.distributed, config.coordinator, config.num_processes, config.process_id)
-        there = jax.devices()
+        return run_on(config, *rehearsal.target_devices(config.rehearse))
+    processes = (config.distributed, config.coordinator, config.num_processes, config.process_id, config.start_timeout)
+    with devices.started(config.devices, *processes):
+        return run_on(config, None, jax.devices())
+
+
+def run_on(config: Config, target: Any | None, there: Sequence[jax.Device]) -> int:
     mesh = devices.make_mesh(there, config.data, config.ring, config.tensor)
     training = Training(config, mesh)
     display = Display(pathlib.Path(config.out), config.steps, config.batch * config.seq_len, config.json)
@@ -364,9 +367,9 @@ def run(config: Config) -> int:
             return 0 if rehearsal.report(target, compiled, display.say) else 1
         display.say(memory_line(compiled))
         return 0
-    split = data.read_documents(config.data_path)
+    split = devices.read_alike(lambda: data.read_documents(config.data_path, display.say))
     prepare_folder(pathlib.Path(config.out), config, resume=config.resume, overwrite=config.overwrite)
-    sizes = [f"{sum(x.size for x in part) / 1e6:.2f} MB in {len(part):,} documents" for part in split]
+    sizes = [f"{sum(x.size for x in part) / 1e6:.2f} MB in {len(part):,} documents" for part in split[:2]]
     display.say(f"data: {sizes[0]}, held out {sizes[1]}")
     return train(training, split, display)
 

@@ -5,18 +5,13 @@ documents and rows come in an order drawn from (seed, epoch). So row `n` of a ru
 the number of rows seen is all that a checkpoint has to remember.
 
 Every array is made by `jax.make_array_from_callback`: a process reads those positions of those rows that its own
-devices hold, straight from memory-mapped files, in the order in which the ring stores them.
+devices hold, in the order in which the ring stores them.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import glob
 import math
-import os
-import sysconfig
-import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -25,96 +20,9 @@ import numpy as np
 from jax import Array
 
 import ringjax as rj
-from lm.flags import UserError
+from lm.documents import Document, Split, read_bytes, read_documents, unigram_entropy
 
-_HELD_OUT = 20  # one document of so many is for validation
-_ENTROPY_BYTES = 2**28  # what the unigram entropy is measured on, at most
-
-
-@dataclasses.dataclass(frozen=True)
-class Document:
-    """A part of a file."""
-
-    path: str
-    start: int
-    stop: int
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
-
-
-class Split(NamedTuple):
-    """Documents to train on, and documents held out for validation."""
-
-    train: tuple[Document, ...]
-    held_out: tuple[Document, ...]
-
-
-def standard_library() -> list[str]:
-    """The Python sources of this interpreter's standard library, without its tests and what was installed into it."""
-    root = sysconfig.get_paths()["stdlib"]
-    left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    found = glob.glob(os.path.join(root, "**", "*.py"), recursive=True)
-    return [path for path in found if not left_out & set(os.path.relpath(path, root).split(os.sep))]
-
-
-def find_files(paths: Sequence[str]) -> list[str]:
-    """The files that paths name: files, folders (all files in them) and patterns such as ``texts/**/*.txt``, sorted.
-
-    Raises:
-        UserError: If a path names nothing.
-    """
-    found: list[str] = []
-    for path in paths:
-        if os.path.isdir(path):
-            hits = glob.glob(os.path.join(glob.escape(path), "**"), recursive=True)
-        else:
-            hits = [path] if os.path.lexists(path) else glob.glob(path, recursive=True)
-        if not hits:
-            raise UserError(f"--data-path {path}: there is no such file, folder or pattern with matches")
-        found += [file for file in hits if not os.path.isdir(file)]
-    return sorted(set(found))
-
-
-def read_documents(paths: Sequence[str]) -> Split:
-    """One document per file; a stable choice of them, by name, is held out (of a single file, its last part).
-
-    Raises:
-        UserError: If a file cannot be read, or there is not a byte in all of them.
-    """
-    documents = []
-    for path in find_files(paths) if paths else sorted(standard_library()):
-        try:
-            with open(path, "rb") as file:
-                size = os.fstat(file.fileno()).st_size
-        except OSError as error:
-            raise UserError(f"--data-path: {path} cannot be read: {error.strerror}") from error
-        if size:
-            documents.append(Document(path, 0, size))
-    if sum(document.size for document in documents) < 2:
-        raise UserError(
-            f"--data-path: nothing to read in {', '.join(paths) or 'the standard library'}: no bytes at all"
-        )
-    if len(documents) == 1:
-        (whole,) = documents
-        cut = min(math.ceil(whole.size * (1 - 1 / _HELD_OUT)), whole.size - 1)
-        return Split((Document(whole.path, 0, cut),), (Document(whole.path, cut, whole.size),))
-    root = os.path.commonpath([x.path for x in documents])
-    by_name = sorted(documents, key=lambda x: zlib.crc32(os.path.relpath(x.path, root).encode()))
-    held_out = set(by_name[: max(1, len(documents) // _HELD_OUT)])
-    return Split(tuple(x for x in documents if x not in held_out), tuple(x for x in documents if x in held_out))
-
-
-def unigram_entropy(documents: Sequence[Document]) -> float:
-    """Nats per byte of a model that knows how often each byte occurs and nothing else."""
-    share = min(1.0, _ENTROPY_BYTES / sum(x.size for x in documents))
-    counts = np.zeros(256, np.int64)
-    for document in documents:
-        part = _mapped(document.path)[document.start : document.start + max(1, int(share * document.size))]
-        counts += np.bincount(part, minlength=256)
-    used = counts[counts > 0] / counts.sum()
-    return float(-(used * np.log(used)).sum())
+__all__ = ["Batch", "Batches", "Document", "Split", "Stream", "read_documents", "unigram_entropy"]
 
 
 class Stream:
@@ -134,7 +42,7 @@ class Stream:
             index = self.number(start)
             document, end = self.documents[index], int(self.ends[index])
             first = document.stop - (end - start)
-            parts.append(_mapped(document.path)[first : first + min(stop, end) - start])
+            parts.append(read_bytes(document, first, first + min(stop, end) - start))
             start = min(stop, end)
         return np.concatenate(parts)
 
@@ -221,8 +129,3 @@ class Batches:
             return Stream(self.documents, np.arange(len(self.documents))), np.arange(self.rows)
         draw = np.random.default_rng((self.seed, epoch))
         return Stream(self.documents, draw.permutation(len(self.documents))), draw.permutation(self.rows)
-
-
-@functools.lru_cache(maxsize=1024)
-def _mapped(path: str) -> np.memmap:
-    return np.memmap(path, np.uint8, mode="r")

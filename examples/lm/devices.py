@@ -6,8 +6,9 @@ features). Its axes are of type Auto: the compiler gathers a layer's parameters 
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -18,17 +19,38 @@ from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import ringjax as rj
-from lm.flags import UserError, as_user_error
+from lm.documents import Split
+from lm.flags import RunError, UserError, as_user_error
+from lm.peers import Address, Peers
+from lm.relay import relayed
+from lm.signals import end_with_launcher
 from ringjax.rehearse.compile import neighbour_cycle
 
 AXES = ("data", "ring", "tensor")
+_LOST_SECONDS, _SHUTDOWN_SECONDS = 40, 60  # without a sign of life; for all to end
 
 
-def start(cpu_devices: int, distributed: bool, coordinator: str, num_processes: int, process_id: int) -> None:
+@contextlib.contextmanager
+def started(
+    cpu_devices: int, distributed: bool, coordinator: str, num_processes: int, process_id: int, timeout: float
+) -> Iterator[None]:
     """Starts JAX: on so many simulated CPU devices per process (0: on what there is), together with other processes.
 
-    With `distributed`, JAX finds the other processes by itself (SLURM, Cloud TPU, ...); a coordinator names them.
+    With `distributed`, JAX finds the other processes by itself (SLURM, Cloud TPU, ...); a coordinator names them. In
+    the context of a coordinator, the loss of a process ends the others with one line each.
+
+    Args:
+        cpu_devices: Simulated devices of this process.
+        distributed: Whether JAX looks for other processes.
+        coordinator: Where the first process listens, HOST:PORT.
+        num_processes: How many there are, with a coordinator.
+        process_id: Which one this is, with a coordinator.
+        timeout: Seconds in which all of them have to come.
+
+    Raises:
+        UserError: If they do not come, or an argument makes no sense.
     """
+    end_with_launcher()
     if cpu_devices:
         try:
             jax.config.update("jax_platforms", "cpu")
@@ -39,15 +61,37 @@ def start(cpu_devices: int, distributed: bool, coordinator: str, num_processes: 
                     f"--devices {cpu_devices}: JAX has started already, with {jax.device_count()} devices"
                 ) from error
     if not coordinator and not distributed:
+        yield
         return
-    if coordinator and not 0 <= process_id < num_processes:
+    if not math.isfinite(timeout):
+        raise UserError(f"--start-timeout must be a number of seconds, got {timeout}")
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    limits = {"initialization_timeout": math.ceil(timeout), "shutdown_timeout_seconds": _SHUTDOWN_SECONDS}
+    if not coordinator:
+        try:
+            jax.distributed.initialize(heartbeat_timeout_seconds=_LOST_SECONDS, **limits)
+        except (ValueError, RuntimeError) as error:
+            reason = " ".join(str(error).split())
+            raise UserError(f"--distributed: JAX did not find the other processes: {reason}") from error
+        yield
+        return
+    if not 0 <= process_id < num_processes:
         raise UserError(
             f"--coordinator needs --num-processes and --process-id below it, got {num_processes} and {process_id}"
         )
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    named = {"coordinator_address": coordinator, "num_processes": num_processes, "process_id": process_id}
-    with as_user_error(ValueError, RuntimeError):
-        jax.distributed.initialize(**(named if coordinator else {}))
+    peers = Peers(Address.parse(coordinator), num_processes, process_id)
+    peers.meet(timeout)
+    with peers:
+        with as_user_error(ValueError, RuntimeError):
+            jax.distributed.initialize(
+                relayed(peers.address.host, peers.address.port) if process_id else coordinator,
+                num_processes,
+                process_id,
+                coordinator_bind_address=peers.address.bind,
+                heartbeat_timeout_seconds=_SHUTDOWN_SECONDS,  # the peers notice a loss before JAX
+                **limits,
+            )
+        yield
 
 
 def make_mesh(devices: Sequence[jax.Device], data: int, ring: int, tensor: int) -> Mesh:
@@ -140,3 +184,36 @@ def wait_for_all(what: str) -> None:
     """Waits for the other processes."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
+
+
+def read_alike(read: Callable[[], Split]) -> Split:
+    """Reads the data in every process and checks that all have found the same.
+
+    Raises:
+        UserError: If this process cannot read them, another one cannot, or some have found others than the first.
+    """
+    if jax.process_count() == 1:
+        return read()
+    split, failure = None, None
+    try:
+        split = read()
+    except (UserError, RunError) as error:  # the others wait for this process below
+        failure = error
+    digest = bytes.fromhex(split.contents) if split else bytes(16)
+    found = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.int32)))
+    if failure:
+        raise failure
+    failed = np.flatnonzero(~found.any(axis=1))
+    other = np.flatnonzero((found != found[0]).any(axis=1))
+    if len(failed):
+        raise UserError(f"--data-path: the files cannot be read by process {_numbers(failed)}, which says why")
+    if len(other):
+        raise UserError(
+            "--data-path: all processes must find the same files (names, sizes and contents): "
+            f"process {_numbers(other)} found others than process 0"
+        )
+    return split
+
+
+def _numbers(ranks: np.ndarray) -> str:
+    return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")

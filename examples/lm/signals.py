@@ -1,12 +1,37 @@
-"""A request to stop (SIGTERM, or Ctrl-C), answered between two steps, at the same step in all processes."""
+"""A request to stop (SIGTERM, Ctrl-C, or the end of the launcher), answered between two steps, at the same step in all
+processes.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
+import threading
+import time
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
+
+from lm import LAUNCHER_PIPE
+
+_GRACE_SECONDS = 60.0  # to save and end, once the launcher has ended
+
+
+def end_with_launcher() -> None:
+    """Asks this process to stop when `launch_local.py`, which has started it, ends in whatever way."""
+    pipe = os.environ.pop(LAUNCHER_PIPE, "")
+    if pipe:
+        threading.Thread(target=_outlive, args=(int(pipe),), name="launcher", daemon=True).start()
+
+
+def _outlive(pipe: int) -> None:
+    with contextlib.suppress(OSError):
+        os.read(pipe, 1)  # nothing is ever written
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_GRACE_SECONDS)
+    os._exit(128 + signal.SIGTERM)
 
 
 class StopRequest:

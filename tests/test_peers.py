@@ -1,0 +1,420 @@
+"""The processes of `examples/train_lm.py`: how they meet, compare their data, and end when one of them is lost."""
+
+import argparse
+import ast
+import bisect
+import contextlib
+import heapq
+import os
+import pathlib
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+from lm import devices, documents, peers, relay
+from lm.flags import UserError
+from lm.peers import Address, Peers
+
+EXAMPLES = pathlib.Path(__file__).parents[1] / "examples"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@pytest.fixture
+def address():
+    return Address.parse(f"127.0.0.1:{free_port()}")
+
+
+def meet(*processes, timeout=5.0):
+    """What comes of it for each process: None, or the error; processes are (address, count, rank)."""
+    results, met = [None] * len(processes), [Peers(*process) for process in processes]
+
+    def one(i):
+        try:
+            met[i].meet(timeout)
+        except UserError as error:
+            results[i] = str(error)
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(processes))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for process in met:
+        for connection in process.connections:
+            connection.socket.close()
+    return results
+
+
+def test_all_meet_whatever_else_connects(address):
+    results = []
+    all_three = threading.Thread(target=lambda: results.extend(meet(*((address, 3, i) for i in (1, 2)))))
+    all_three.start()
+    first = Peers(address, 3, 0)
+
+    def strangers():
+        for text in (b"", b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"x" * 5000, b"ringjax-lm hello x 3\n"):
+            with contextlib.suppress(OSError), socket.create_connection((address.host, address.port), 2) as stranger:
+                stranger.sendall(text)
+
+    with pytest.MonkeyPatch.context() as patch:
+        plain = peers._Meeting.gather
+        patch.setattr(peers._Meeting, "gather", lambda self, deadline: (strangers(), plain(self, deadline))[1])
+        first.meet(5)
+    all_three.join()
+    assert results == [None, None]
+    assert [connection.rank for connection in first.connections] == [1, 2]
+    with address.listen():  # JAX listens on the same port while the connections last
+        pass
+    for connection in first.connections:
+        connection.socket.close()
+
+
+def test_too_few_processes_are_one_line_that_counts_them(address):
+    first, second = meet((address, 4, 0), (address, 4, 2), timeout=1)
+    assert first == (f"--coordinator {address.text}: 2 of 4 processes came within 1 s (--start-timeout); missing: 1, 3")
+    assert second == first
+
+
+def test_a_first_process_that_never_comes_is_one_line(address):
+    (line,) = meet((address, 2, 1), timeout=0.5)
+    assert line == (
+        f"--coordinator {address.text}: process 0 of 2 was not reached by process 1 within 0.5 s (--start-timeout): "
+        "connection refused"
+    )
+
+
+def test_a_taken_port_is_one_line_at_once(address, monkeypatch):
+    monkeypatch.setattr(peers, "_SLACK", 0.0)
+    with socket.create_server((address.host, address.port)):
+        began = time.monotonic()
+        (line,) = meet((address, 2, 0), timeout=60)
+        assert time.monotonic() - began < 10
+        assert line == f"--coordinator {address.text} cannot be bound: address already in use"
+        (line,) = meet((address, 2, 1), timeout=0.5)
+        assert "connected, but no answer" in line
+
+
+def test_another_program_at_the_address_is_one_line(address):
+    with socket.create_server((address.host, address.port)) as server:
+
+        def answer():
+            with server.accept()[0] as accepted:
+                accepted.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        (line,) = meet((address, 2, 1))
+        thread.join()
+    assert line == f"--coordinator {address.text}: another program answers there"
+
+
+def test_the_same_process_twice_is_one_line_in_all(address):
+    lines = meet((address, 4, 0), (address, 4, 1), (address, 4, 1))
+    assert lines[0] == f"--coordinator {address.text}: two processes have --process-id 1"
+    assert lines == [lines[0]] * 3
+
+
+def test_another_number_of_processes_is_one_line_in_all(address):
+    lines = meet((address, 2, 0), (address, 3, 1))
+    assert lines == [f"--coordinator {address.text}: process 1 has --num-processes 3, process 0 has 2"] * 2
+
+
+@pytest.mark.parametrize("text", ["nonsense", "host:", ":1234", "host:0", "host:65536", "host:x", "[]:12"])
+def test_addresses_that_make_no_sense(text):
+    with pytest.raises(UserError, match=rf"--coordinator must be HOST:PORT .*, got {re.escape(repr(text))}"):
+        Address.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "bind"),
+    [
+        ("127.0.0.1:12", "127.0.0.1:12"),
+        ("127.1.2.3:12", "127.1.2.3:12"),
+        ("localhost:12", "127.0.0.1:12"),
+        ("[::1]:12", "[::1]:12"),
+        ("10.0.0.1:12", None),
+        ("host0:12", None),
+    ],
+)
+def test_only_loopback_addresses_are_bound_alone(text, bind, monkeypatch):
+    address = Address.parse(text)
+    assert address.bind == bind
+    monkeypatch.setattr(Peers, "meet", lambda self, timeout: None)
+    monkeypatch.setattr(Peers, "__enter__", lambda self: self)
+    given = {}
+    monkeypatch.setattr(devices.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(devices.jax.distributed, "initialize", lambda *args, **options: given.update(options))
+    with devices.started(0, False, text, 2, 0, 7.5):
+        assert given["coordinator_bind_address"] == bind
+        assert given["initialization_timeout"] == 8
+
+
+def test_processes_that_jax_does_not_find_are_one_line(monkeypatch):
+    monkeypatch.setattr(devices.jax.config, "update", lambda *_: None)
+
+    def initialize(**options):
+        assert options["initialization_timeout"] == 8
+        raise ValueError("coordinator_address should be defined.")
+
+    monkeypatch.setattr(devices.jax.distributed, "initialize", initialize)
+    message = "--distributed: JAX did not find the other processes: coordinator_address should be defined."
+    with pytest.raises(UserError, match=message), devices.started(0, True, "", 1, -1, 7.5):
+        pass
+    message, endless = "--start-timeout must be a number of seconds, got inf", float("inf")
+    with pytest.raises(UserError, match=message), devices.started(0, True, "", 1, -1, endless):
+        pass
+
+
+@pytest.fixture
+def two_processes(monkeypatch):
+    """As in process 1 of 2: gives what the first process has sent, and takes what this one sends."""
+    first = {}
+
+    def gather(sent):
+        return np.stack([first["digest"], sent])
+
+    monkeypatch.setattr(devices.jax, "process_count", lambda: 2)
+    monkeypatch.setattr(devices.multihost_utils, "process_allgather", gather)
+    return first
+
+
+def split_of(path):
+    return documents.read_documents([str(path)])
+
+
+def test_processes_that_find_other_files_are_one_line(two_processes, tmp_path):
+    for folder, text in (("a", "one"), ("b", "one"), ("c", "two")):
+        (tmp_path / folder).mkdir()
+        for name in ("x", "y"):
+            (tmp_path / folder / name).write_text(text)
+    ours, copy, other = (split_of(tmp_path / folder) for folder in "abc")
+    two_processes["digest"] = np.frombuffer(bytes.fromhex(copy.contents), np.int32)
+    assert devices.read_alike(lambda: ours) == ours
+    two_processes["digest"] = np.frombuffer(bytes.fromhex(other.contents), np.int32)
+    with pytest.raises(UserError, match="process 1 found others than process 0"):
+        devices.read_alike(lambda: ours)
+    two_processes["digest"] = np.zeros(4, np.int32)
+    with pytest.raises(UserError, match="cannot be read by process 0, which says why"):
+        devices.read_alike(lambda: ours)
+    with pytest.raises(UserError, match="there is no such file"):
+        devices.read_alike(lambda: split_of(tmp_path / "gone"))
+
+
+def test_a_relay_forwards_and_closes_late(monkeypatch):
+    monkeypatch.setattr(relay, "_DELAY", 0.3)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        host, port = relay.relayed("127.0.0.1", server.getsockname()[1]).split(":")
+        with socket.create_connection((host, int(port)), 5) as near:
+            far = server.accept()[0]
+            near.sendall(b"there")
+            assert far.recv(10) == b"there"
+            far.sendall(b"back")
+            assert near.recv(10) == b"back"
+            began = time.monotonic()
+            far.close()
+            assert near.recv(10) == b""
+            assert time.monotonic() - began >= 0.3
+
+
+# Processes that watch each other, without JAX: what a process does between meeting the others and its end.
+WATCH = """
+import sys, time
+sys.path.insert(0, {examples!r})
+from lm import peers
+from lm.flags import RunError
+peers._BEAT, peers._SILENCE, peers._OWN_ERROR = 0.2, {silence}, 0.4
+rank = int(sys.argv[1])
+process = peers.Peers(peers.Address.parse({address!r}), 3, rank)
+process.meet(20)
+try:
+    with process:
+        print("met", flush=True)
+        if rank == {failing}:
+            raise RunError("no luck")
+        sys.stdin.readline()
+except RunError as error:
+    print("train_lm:", error, file=sys.stderr)
+    sys.exit(1)
+"""
+
+
+@contextlib.contextmanager
+def three_that_watch(address, failing=-1, silence=40.0):
+    script = WATCH.format(examples=str(EXAMPLES), address=address.text, failing=failing, silence=silence)
+    pipes = {name: subprocess.PIPE for name in ("stdin", "stdout", "stderr")}
+    processes = [subprocess.Popen([sys.executable, "-c", script, str(i)], text=True, **pipes) for i in range(3)]
+    try:
+        yield processes
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def ended(process):
+    return process.wait(timeout=20), process.stderr.read()  # its stdin stays open
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_process_ends_the_others_with_one_line(address, lost):
+    with three_that_watch(address) as processes:
+        for process in processes:
+            assert process.stdout.readline() == "met\n"
+        processes[lost].kill()
+        line = (
+            f"train_lm: process {lost} of 3 was killed, or its host is down; this one ends too (--resume continues)\n"
+        )
+        assert [ended(x) for i, x in enumerate(processes) if i != lost] == [(1, line)] * 2
+
+
+@pytest.mark.slow
+def test_a_silent_process_ends_the_others_with_one_line(address):
+    with three_that_watch(address, silence=5) as processes:
+        for process in processes:
+            assert process.stdout.readline() == "met\n"
+        os.kill(processes[2].pid, signal.SIGSTOP)
+        line = "train_lm: process 2 of 3 has not been heard of for 5 s; this one ends too (--resume continues)\n"
+        assert [ended(x) for x in processes[:2]] == [(1, line)] * 2
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_failure_of_one_ends_the_others_with_one_line(address, failing):
+    with three_that_watch(address, failing) as processes:
+        others = (1, f"train_lm: process {failing} of 3 failed, and says why; this one ends too\n")
+        expected = [(1, "train_lm: no luck\n") if i == failing else others for i in range(3)]
+        assert [ended(process) for process in processes] == expected
+
+
+def test_processes_that_have_done_their_part_leave_in_any_order(address):
+    with three_that_watch(address) as processes:
+        for process in processes:
+            assert process.stdout.readline() == "met\n"
+        for process in processes:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert ended(process) == (0, "")
+
+
+# Real runs
+
+TINY = shlex.split(
+    "--layers 1 --features 32 --heads 2 --segments 16,64 --rates 1,2 --seq-len 64 --batch 4 --log-every 1 --devices 1 "
+    "--save-every 5 --eval-every 0 --sample-bytes 0 --steps 100000 --warmup 2"
+)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    (tmp_path / "texts").mkdir()
+    for module in (argparse, ast, bisect, heapq):
+        shutil.copy(module.__file__, tmp_path / "texts")
+    return tmp_path / "texts"
+
+
+@contextlib.contextmanager
+def training(script, *options):
+    """A process of a script, killed at the end."""
+    command = [sys.executable, str(EXAMPLES / script), *map(str, options)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def result(process, timeout=60):
+    """Exit code and the lines on stderr."""
+    _, errors = process.communicate(timeout=timeout)
+    return process.returncode, errors.splitlines()
+
+
+def wait_for_steps(folder, steps):
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def joined(address, rank, *options):
+    return "--coordinator", address.text, "--num-processes", 2, "--process-id", rank, *TINY, *options
+
+
+@pytest.mark.slow
+def test_training_with_a_taken_port_or_a_missing_process_is_one_line(address, texts, tmp_path):
+    options = joined(address, 0, "--data-path", texts, "--out", tmp_path / "out", "--start-timeout", 2)
+    with socket.create_server((address.host, address.port)), training("train_lm.py", *options) as process:
+        line = f"train_lm: --coordinator {address.text} cannot be bound: address already in use"
+        assert result(process) == (2, [line])
+    with training("train_lm.py", *options) as process:
+        line = f"{address.text}: 1 of 2 processes came within 2 s (--start-timeout); missing: 1"
+        assert result(process) == (2, [f"train_lm: --coordinator {line}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_process_killed_in_training_ends_the_other_with_one_line(address, texts, tmp_path, lost):
+    options = ("--data-path", texts, "--out", tmp_path / "out")
+    commands = [("train_lm.py", *joined(address, rank, *options)) for rank in range(2)]
+    with training(*commands[0]) as first, training(*commands[1]) as second:
+        wait_for_steps(tmp_path / "out", 8)
+        killed, other = (first, second) if lost == 0 else (second, first)
+        killed.kill()
+        line = f"process {lost} of 2 was killed, or its host is down; this one ends too (--resume continues)"
+        assert result(other) == (1, [f"train_lm: {line}"])
+
+
+@pytest.mark.slow
+def test_processes_that_find_other_files_end_with_one_line(address, texts, tmp_path):
+    other = tmp_path / "copy"
+    other.mkdir()
+    for path in texts.iterdir():
+        (other / path.name).write_bytes(path.read_bytes().replace(b"import", b"export"))
+    commands = [
+        ("train_lm.py", *joined(address, rank, "--data-path", path, "--out", tmp_path / "out"))
+        for rank, path in enumerate((texts, other))
+    ]
+    with training(*commands[0]) as first, training(*commands[1]) as second:
+        for process in (first, second):
+            code, lines = result(process, 120)
+            assert len(lines) == 1
+            assert (code, lines[0].endswith("process 1 found others than process 0")) in ((2, True), (1, False))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGKILL])
+def test_a_run_saves_and_ends_with_its_launcher(texts, tmp_path, number):
+    out = tmp_path / "out"
+    options = ("--processes", 2, "--devices", 1, "--", *TINY, "--data-path", texts, "--out", out)
+    with training("launch_local.py", *options) as launcher:
+        wait_for_steps(out, 3)
+        children = [path for path in pathlib.Path("/proc").iterdir() if f"--out\0{out}\0--devices" in _command(path)]
+        assert len(children) == 2
+        launcher.send_signal(number)
+        deadline = time.monotonic() + 60
+        while any(f"{out}" in _command(path) for path in children):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+    last = (out / "metrics.jsonl").read_text().splitlines()[-1]
+    assert f'{{"step": {max(int(x.name) for x in (out / "checkpoints").iterdir() if x.name.isdigit())},' in last
+
+
+def _command(process):
+    try:
+        return (process / "cmdline").read_text()
+    except OSError:
+        return ""
