@@ -7,6 +7,9 @@ import jax
 import numpy as np
 import pytest
 from bad_inputs import ROWS, Row, rngs
+from cases import ring_mesh
+
+import ringjax as rj
 
 COMPILED: list[str] = []
 jax.monitoring.register_event_duration_secs_listener(
@@ -73,6 +76,47 @@ def test_bad_inputs_are_refused_by_a_clear_message(function):
         if fault := problem(row):
             found[f"{row.argument} #{number} {str(row.value)[:60]}"] = fault
     assert not found, "\n" + "\n".join(f"{name}: {fault}" for name, fault in found.items())
+
+
+def shape_of(batch, length, **keywords):
+    x = jax.ShapeDtypeStruct((batch, length, 2, 4), np.float32)
+    return jax.eval_shape(lambda x: rj.dilated_attention(x, x, x, LONG_PATTERN, **keywords), x).shape
+
+
+LONG_PATTERN = rj.DilationPattern((1024, 2**53), (1, 2**20))
+# unusual inputs that have a meaning: what they give
+DEFINED = {
+    "segments are clamped to the length": (lambda: LONG_PATTERN.branches(2, 8)[1].segment_length, 8),
+    "segments from a generator": (lambda: rj.DilationPattern(iter([4]), range(1, 2)).dilation_rates, (1,)),
+    "numpy integers": (lambda: rj.DilationPattern(np.array([4]), [np.int8(1)]).segment_lengths, (4,)),
+    "a rate beyond the segment": (lambda: rj.DilationPattern((4,), (9,)).branches(6)[0].rows(4), [1, 1, 1, 1, 0, 0]),
+    "the longest max_len": (lambda: rj.DilationPattern.for_length(2**53).segment_lengths[-1], 2**53),
+    "the shortest max_len": (lambda: rj.DilationPattern.for_length(1).segment_lengths, (1,)),
+    "one geometric segment": (lambda: rj.DilationPattern.geometric(4, 4, 2).segment_lengths, (4,)),
+    "coverage of a long sequence": (lambda: rj.DilationPattern((8, 16), (2, 4)).coverage(4, seq_len=2**53).share, 0.5),
+    "a billion tokens": (lambda: shape_of(2, 10**9), (2, 10**9, 2, 4)),
+    "a billion tokens of 8 sequences on 4 devices": (
+        lambda: shape_of(8, 10**9, ring=rj.Ring(ring_mesh(4)), implementation="xla"),
+        (8, 10**9, 2, 4),
+    ),
+    "the plan of more tokens than programs take": (
+        lambda: (
+            rj.plan(LONG_PATTERN, seq_len=2**50, num_heads=4, head_dim=8, ring_size=2**10, batch=10**6).request.batch
+        ),
+        10**6,
+    ),
+    "seq_len of numpy": (lambda: shape_of(1, 8, seq_len=np.int64(5)), (1, 8, 2, 4)),
+    "a negative scale": (lambda: shape_of(1, 8, scale=np.float32(-2)), (1, 8, 2, 4)),
+    "a key that is not used": (lambda: shape_of(1, 8, dropout_rng=np.zeros(2, np.uint32)), (1, 8, 2, 4)),
+    "ids of 64 bits that fit": (lambda: shape_of(1, 8, segment_ids=np.full((1, 8), 2**31 - 1)), (1, 8, 2, 4)),
+    "a forward size for 0": (lambda: rj.BlockSizes(32, 16, grad_query=0).grad_query, 32),
+}
+
+
+@pytest.mark.parametrize("name", DEFINED)
+def test_unusual_inputs_give_what_is_documented(name):
+    call, result = DEFINED[name]
+    assert call() == result
 
 
 def test_the_table_is_long_and_covers_the_public_functions():
