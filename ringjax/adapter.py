@@ -12,8 +12,19 @@ from jax import Array, lax
 from jax.typing import DTypeLike
 
 from ringjax.attention import dilated_attention
-from ringjax.block.backend import Implementation
+from ringjax.block.backend import Implementation, check_backend
 from ringjax.block.kernel import BlockSizes
+from ringjax.checks import (
+    check_array,
+    check_bool,
+    check_dtype,
+    check_instance,
+    check_int,
+    check_pattern,
+    check_rate,
+    check_scale,
+    shown,
+)
 from ringjax.devices import Ring
 from ringjax.pattern import DilationPattern
 
@@ -40,12 +51,15 @@ class AttentionFn:
     block_sizes: BlockSizes | None = None
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, DilationPattern):
-            raise ValueError(f"`pattern` must be a DilationPattern, got {type(self.pattern).__name__}.")
-        if not isinstance(self.is_causal, bool):
-            raise ValueError(f"`is_causal` must be a bool, got {self.is_causal!r}.")
-        if self.ring is not None and not isinstance(self.ring, Ring):
-            raise ValueError(f"`ring` must be a Ring, got {type(self.ring).__name__}.")
+        check_pattern(self.pattern)
+        check_bool("is_causal", self.is_causal)
+        if self.seq_len is not None:
+            check_int("seq_len", self.seq_len)
+        if self.scale is not None:
+            check_scale(self.scale)
+        if self.ring is not None:
+            check_instance("ring", self.ring, Ring)
+        check_backend(self.implementation, self.block_sizes)
 
     # linen passes only what this signature names, so every keyword of Flax stands here
     def __call__(
@@ -82,15 +96,22 @@ class AttentionFn:
             attn_weights_value_einsum=(attn_weights_value_einsum, own_products),
             input_positions=(input_positions, "rotate queries and keys before, see `ringjax.rotary`"),
         )
-        is_dropping = not deterministic and dropout_rate > 0
+        flags = {"deterministic": deterministic, "broadcast_dropout": broadcast_dropout, "is_causal": is_causal}
+        for name, flag in flags.items():
+            check_bool(name, flag)
+        is_dropping = check_rate(dropout_rate) > 0 and not deterministic
         if is_dropping and broadcast_dropout:
             raise NotImplementedError(
                 "`broadcast_dropout` must be False with active dropout (each weight is dropped on its own), got True."
             )
-        if precision not in (None, "default", lax.Precision.DEFAULT):
-            raise NotImplementedError(f"`precision` must be None or the default, got {precision!r}.")
+        if precision is not None and precision not in ("default", lax.Precision.DEFAULT):
+            raise NotImplementedError(f"`precision` must be None or the default, got {shown(precision)}.")
         if is_causal and not self.is_causal:
             raise ValueError("`is_causal` must be False in calls of `attention_fn(..., is_causal=False)`, got True.")
+        if dtype is not None:
+            check_dtype("dtype", dtype)
+        for name, x in {"query": query, "key": key, "value": value}.items():
+            check_array(name, x, "floating point")
         if promote_dtype is not None:
             query, key, value = promote_dtype((query, key, value), dtype=dtype)
         else:

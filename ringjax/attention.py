@@ -8,17 +8,16 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 
-from ringjax import dropout, joint
-from ringjax.block.backend import Backend, Implementation
+from ringjax import debug, dropout, joint
+from ringjax.block.backend import Backend, Implementation, check_backend
 from ringjax.block.kernel import BlockSizes
-from ringjax.checks import AttentionShape, check_dropout, check_inputs
+from ringjax.checks import AttentionShape, check_dropout, check_inputs, check_instance, check_positions
 from ringjax.devices import Ring, axes, check_ring_options
 from ringjax.geometry import StrategyName
 from ringjax.joint import Config, RingPlace
@@ -91,27 +90,21 @@ def dilated_attention(
         (1, 64, 4, 8)
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
+    config = _config(pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
+    if ring is None:
+        check_positions(shape.batch, shape.length)
+    else:
+        check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
     words = _dropout_words(dropout_rate, dropout_rng)
-    config = _config(pattern, is_causal, shape, dropout_rate, implementation, block_sizes)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    debug.report_nan(query=query, key=key, value=value)
     if ring is None:
-        return _on_one_device(config, shape, query, key, value, ids, words)
-    place = _checked_place(ring, query, key, value, ids)
-    if all(ring.size(name) == 1 for name in ("axis_name", "batch_axis", "head_axis")):
-        whole = jax.eval_shape(_grouped, query, key)
-        dataclasses.replace(config, ring=place).plan(whole, ids is not None)  # checks the memory budget
-        if not any(axis for x in (query, key, value) for axis in jax.typeof(x).sharding.spec):
-            return _on_one_device(config, shape, query, key, value, ids, words)
-        alone = functools.partial(_on_one_device, config, shape)  # explicit axes: shard_map takes them off the types
-        return _sharded(ring, alone, ring.spec(), (query, key, value), ids, words, not config.backend.is_interpreted)
-
-    def local(query: Array, key: Array, value: Array, ids: Array | None, words: Array | None) -> Array:
-        seeds = _seeds(words, query, ring.batch_axis, ring.head_axis)
-        return _on_ring(config, place, shape, query, key, value, ids, seeds)
-
-    is_checked = not config.backend.is_interpreted  # interpreted kernels lose track of what varies
-    return _sharded(ring, local, ring.spec(), (query, key, value), ids, words, is_checked)
+        out = _on_one_device(config, shape, query, key, value, ids, words)
+    else:
+        out = _sharded_attention(ring, config, shape, query, key, value, ids, words)
+    debug.report_nan(output=out)
+    return out
 
 
 def count_tiles(
@@ -145,7 +138,8 @@ def count_tiles(
         Array([[[16]]], dtype=int32)
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, None)
-    place = _checked_place(ring, query, key, value, segment_ids)
+    check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
+    place = ring.place()
 
     def local(query: Array, key: Array, value: Array, ids: Array | None, words: None) -> Array:
         config = Config(pattern, is_causal, shape.scale, Backend("xla"))
@@ -216,8 +210,9 @@ def ring_dilated_attention(
     ring_size, head_shards = _axis_size("axis_name", axis_name), _axis_size("head_axis", head_axis)
     _axis_size("batch_axis", batch_axis)
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
+    config = _config(pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
     words = _dropout_words(dropout_rate, dropout_rng)
-    config = _config(pattern, is_causal, shape, dropout_rate, implementation, block_sizes)
+    check_positions(*query.shape[:2])
     layout = layout_for(layout, ring_size)
     chunks = layout_named(layout).chunks
     if query.shape[1] % chunks:
@@ -226,7 +221,10 @@ def ring_dilated_attention(
         )
     place = RingPlace(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards)
     seeds = _seeds(words, query, batch_axis, head_axis)
-    return _on_ring(config, place, shape, query, key, value, segment_ids, seeds)
+    debug.report_nan(query=query, key=key, value=value)
+    out = _on_ring(config, place, shape, query, key, value, segment_ids, seeds)
+    debug.report_nan(output=out)
+    return out
 
 
 def _on_one_device(
@@ -247,11 +245,32 @@ def _on_one_device(
     return jnp.pad(out, [(0, 0), (0, padding), (0, 0), (0, 0)]) if padding else out
 
 
-def _checked_place(ring: Ring, query: Array, key: Array, value: Array, ids: Array | None) -> RingPlace:
-    if not isinstance(ring, Ring):
-        raise ValueError(f"`ring` must be a Ring, got {type(ring).__name__}.")
-    ring.check(query, key, value, ids)
-    return ring.place()
+def _sharded_attention(
+    ring: Ring,
+    config: Config,
+    shape: AttentionShape,
+    query: Array,
+    key: Array,
+    value: Array,
+    ids: Array | None,
+    words: Array | None,
+) -> Array:
+    """Whole arrays on the devices of a ring."""
+    place = ring.place()
+    if all(ring.size(name) == 1 for name in ("axis_name", "batch_axis", "head_axis")):
+        whole = jax.eval_shape(_grouped, query, key)
+        dataclasses.replace(config, ring=place).plan(whole, ids is not None)  # checks the memory budget
+        if not any(axis for x in (query, key, value) for axis in jax.typeof(x).sharding.spec):
+            return _on_one_device(config, shape, query, key, value, ids, words)
+        alone = functools.partial(_on_one_device, config, shape)  # explicit axes: shard_map takes them off the types
+        return _sharded(ring, alone, ring.spec(), (query, key, value), ids, words, not config.backend.is_interpreted)
+
+    def local(query: Array, key: Array, value: Array, ids: Array | None, words: Array | None) -> Array:
+        seeds = _seeds(words, query, ring.batch_axis, ring.head_axis)
+        return _on_ring(config, place, shape, query, key, value, ids, seeds)
+
+    is_checked = not config.backend.is_interpreted  # interpreted kernels lose track of what varies
+    return _sharded(ring, local, ring.spec(), (query, key, value), ids, words, is_checked)
 
 
 def _sharded(
@@ -322,7 +341,6 @@ def _grouped_seeds(seeds: Array | None, key: Array) -> Array | None:
 
 def _dropout_words(rate: float, rng: Array | None) -> Array | None:
     """The two words to which the key of an active dropout comes down."""
-    check_dropout(rate, rng)
     return None if rng is None or rate == 0 else dropout.words_of(rng)
 
 
@@ -347,10 +365,12 @@ def _config(
     is_causal: bool,
     shape: AttentionShape,
     dropout_rate: float,
+    dropout_rng: Array | None,
     implementation: Implementation | None,
     block_sizes: BlockSizes | None,
 ) -> Config:
-    backend = _backend(implementation, block_sizes)
+    check_dropout(dropout_rate, dropout_rng)
+    backend = check_backend(implementation, block_sizes)
     if dropout_rate > 0:
         if implementation not in (None, "xla"):
             raise NotImplementedError(
@@ -358,18 +378,9 @@ def _config(
                 f"got {implementation!r}."
             )
         if block_sizes is not None:
-            raise ValueError("`block_sizes` must be None with `dropout_rate` above 0, which the kernels do not have.")
+            raise ValueError(
+                "`block_sizes` must be None with `dropout_rate` above 0, which the kernels do not have, got "
+                f"{block_sizes}."
+            )
         backend = Backend("xla")
     return Config(pattern, is_causal, shape.scale, backend, dropout_rate=float(dropout_rate))
-
-
-def _backend(implementation: Implementation | None, block_sizes: BlockSizes | None) -> Backend:
-    if implementation is not None and implementation not in get_args(Implementation):
-        raise ValueError(f"`implementation` must be None or one of {get_args(Implementation)}, got {implementation!r}.")
-    if block_sizes is not None and not isinstance(block_sizes, BlockSizes):
-        raise ValueError(f"`block_sizes` must be a BlockSizes, got {type(block_sizes).__name__}.")
-    if block_sizes is not None and implementation in ("xla", "native"):
-        raise ValueError(
-            f"`block_sizes` must be None with `implementation={implementation!r}`, which has no Pallas kernels."
-        )
-    return Backend(implementation, block_sizes)

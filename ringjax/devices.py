@@ -9,10 +9,10 @@ import jax
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
+from ringjax.checks import check_choice, check_instance, check_int, check_positions, shown
 from ringjax.geometry import StrategyName
 from ringjax.joint import RingPlace
 from ringjax.layout import layout_for, layout_named
-from ringjax.pattern import whole_number
 from ringjax.plan import STRATEGIES
 from ringjax.ring import AxisName
 
@@ -60,6 +60,7 @@ class Ring:
         names = {"axis_name": self.axis_name, "batch_axis": self.batch_axis, "head_axis": self.head_axis}
         check_ring_options(names, self.layout, self.strategy, self.memory_budget)
         if self.mesh is not None:
+            check_instance("mesh", self.mesh, (Mesh, AbstractMesh))
             self._check_axes(self.mesh)
 
     def resolve(self) -> Mesh | AbstractMesh:
@@ -74,6 +75,7 @@ class Ring:
 
     def size(self, name: str) -> int:
         """Devices along `axis_name`, `batch_axis` or `head_axis`."""
+        check_choice("name", name, ("axis_name", "batch_axis", "head_axis"))
         shape = self.resolve().shape
         return math.prod(shape[axis] for axis in axes(getattr(self, name)))
 
@@ -103,17 +105,37 @@ class Ring:
                 f"`query` length must be a multiple of {multiple} for layout {self.layout!r} on a ring of {ring_size}, "
                 f"got {length}: pad with `to_layout` and say `seq_len={length}`."
             )
-        for name, axis, size in (("batch_axis", 0, "batch"), ("head_axis", 2, "key/value heads")):
-            if key.shape[axis] % self.size(name):
-                raise ValueError(
-                    f"{size} must divide evenly over the {self.size(name)} devices of `{name}` "
-                    f"{getattr(self, name)!r}, got {key.shape[axis]}."
-                )
+        self.check_divides(batch=key.shape[0], kv_heads=key.shape[2])
+        check_positions(key.shape[0] // self.size("batch_axis"), length // ring_size)
         for name, x in (("query", query), ("key", key), ("value", value)):
+            self._check_devices(name, x)
             self._check_explicit(name, x)
             _check_like_query(name, x, query)
         if ids is not None:
+            self._check_devices("segment_ids", ids)
             self._check_explicit("segment_ids", ids)
+
+    def check_divides(self, *, batch: int, kv_heads: int) -> None:
+        """Checks that batch and heads divide over their mesh axes."""
+        for name, what, count in (("batch_axis", "batch", batch), ("head_axis", "key/value heads", kv_heads)):
+            if count % self.size(name):
+                raise ValueError(
+                    f"{what} must divide evenly over the {self.size(name)} devices of `{name}` "
+                    f"{getattr(self, name)!r}, got {count}."
+                )
+
+    def _check_devices(self, name: str, x: Array) -> None:
+        """Checks that an array which was put on devices is on those of the ring."""
+        mesh = self.resolve()
+        if not isinstance(mesh, Mesh) or mesh.size == 1 or not isinstance(x, jax.Array):
+            return
+        if isinstance(x, jax.core.Tracer) or not x.committed or x.sharding.device_set == set(mesh.devices.flat):
+            return
+        found = sorted(map(str, x.sharding.device_set))
+        raise ValueError(
+            f"`{name}` must be on the {mesh.size} devices of the ring's mesh, got an array of shape {x.shape} on "
+            f"{shown(found)}."
+        )
 
     def _check_explicit(self, name: str, x: Array) -> None:
         mesh, spec = self.resolve(), PartitionSpec(*self.spec()[: x.ndim])
@@ -139,17 +161,16 @@ def check_ring_options(
 ) -> None:
     """Checks what a ring is made of; `names` holds ``"axis_name"`` and the axes beside it."""
     layout_named(layout)
-    if strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}.")
+    check_choice("strategy", strategy, STRATEGIES)
     if memory_budget is not None:
-        whole_number("memory_budget", memory_budget)
+        check_int("memory_budget", memory_budget)
     for name, value in names.items():
         is_absent = value is None and name != "axis_name"
         is_axis = isinstance(value, str) or (
             isinstance(value, tuple) and value and all(isinstance(x, str) for x in value)
         )
         if not is_absent and not is_axis:
-            raise ValueError(f"`{name}` must be a mesh axis or a tuple of them, got {value!r}.")
+            raise ValueError(f"`{name}` must be a mesh axis or a tuple of them, got {shown(value)}.")
     used = [axis for value in names.values() for axis in axes(value)]
     if len(set(used)) != len(used):
         *others, last = (f"`{name}`" for name in names)
@@ -162,7 +183,7 @@ def axes(name: AxisName | None) -> tuple[str, ...]:
 
 
 def _check_like_query(name: str, x: Array, query: Array) -> None:
-    if isinstance(x, jax.core.Tracer) or isinstance(query, jax.core.Tracer):
+    if any(isinstance(a, jax.core.Tracer) or not isinstance(a, jax.Array) for a in (x, query)):
         return
     ours, first = x.sharding, query.sharding
     if not isinstance(ours, NamedSharding) or not isinstance(first, NamedSharding):

@@ -8,15 +8,17 @@ Zigzag: ``2p`` chunks, device ``i`` holds chunks ``i`` and ``2p - 1 - i``, so th
 from __future__ import annotations
 
 import dataclasses
-from typing import TypeVar
+import numbers
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from ringjax.pattern import whole_number
+from ringjax.checks import MOST_DEVICES, MOST_POSITIONS, check_choice, check_fits, check_int, shown
 
 Int = TypeVar("Int", int, Array)
 
@@ -71,11 +73,8 @@ def layout_named(name: str) -> Layout:
         >>> layout_named("zigzag")
         Layout(name='zigzag', chunks=2)
     """
-    layouts = (CONTIGUOUS, ZIGZAG)
-    for layout in layouts:
-        if layout.name == name:
-            return layout
-    raise ValueError(f"`layout` must be one of {tuple(layout.name for layout in layouts)}, got {name!r}.")
+    layouts = {layout.name: layout for layout in (CONTIGUOUS, ZIGZAG)}
+    return layouts[check_choice("layout", name, tuple(layouts))]
 
 
 def layout_for(layout: str, ring_size: int) -> str:
@@ -112,17 +111,21 @@ def to_layout(
         >>> to_layout(jnp.arange(7), "zigzag", ring_size=2, axis=0, fill=-1).tolist()
         [0, 1, 6, -1, 2, 3, 4, 5]
     """
-    rule, ring_size = layout_named(layout), whole_number("ring_size", ring_size)
-    x, axis = _array_and_axis(x, axis)
-    given = x.shape[axis]
-    stored = given + -given % rule.multiple(ring_size) if length is None else whole_number("length", length)
+    rule, ring_size = layout_named(layout), check_int("ring_size", ring_size, most=MOST_DEVICES)
+    given_array, axis = _checked_axis(x, axis)
+    given = given_array.shape[axis]
+    least = given + -given % rule.multiple(ring_size)
+    stored = least if length is None else check_int("length", length, most=MOST_POSITIONS)
     _check_stored_length("`length`", stored, rule, ring_size)
     missing = stored - given
     if missing < 0:
         raise ValueError(f"`length` must be at least that of the sequence, {given}, got {stored}.")
+    _check_fill(fill, given_array.dtype)
+    array = _whole_along(jnp.asarray(given_array), axis)
     if missing:
-        x = lax.pad(x, jnp.asarray(fill, x.dtype), [(0, missing if a == axis else 0, 0) for a in range(x.ndim)])
-    return _stored(x, rule, ring_size, axis)
+        widths = [(0, missing if a == axis else 0, 0) for a in range(array.ndim)]
+        array = lax.pad(array, jnp.asarray(fill, array.dtype), widths)
+    return _stored(array, rule, ring_size, axis)
 
 
 def from_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, length: int | None = None) -> Array:
@@ -149,14 +152,15 @@ def from_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, length
         >>> from_layout(stored, "zigzag", ring_size=2, axis=0, length=7).tolist()
         [0, 1, 2, 3, 4, 5, 6]
     """
-    rule, ring_size = layout_named(layout), whole_number("ring_size", ring_size)
-    x, axis = _array_and_axis(x, axis)
-    stored_length = x.shape[axis]
+    rule, ring_size = layout_named(layout), check_int("ring_size", ring_size, most=MOST_DEVICES)
+    given_array, axis = _checked_axis(x, axis)
+    stored_length = given_array.shape[axis]
     _check_stored_length(f"`x` along axis {axis}", stored_length, rule, ring_size)
-    length = stored_length if length is None else whole_number("length", length, least=0)
+    length = stored_length if length is None else check_int("length", length, least=0)
     if length > stored_length:
         raise ValueError(f"`length` must be at most the stored length {stored_length}, got {length}.")
-    return lax.slice_in_dim(_in_sequence(x, rule, ring_size, axis), 0, length, axis=axis)
+    array = _whole_along(jnp.asarray(given_array), axis)
+    return lax.slice_in_dim(_in_sequence(array, rule, ring_size, axis), 0, length, axis=axis)
 
 
 def positions(layout: str, stored_length: int, ring_size: int) -> Array:
@@ -177,8 +181,8 @@ def positions(layout: str, stored_length: int, ring_size: int) -> Array:
         >>> positions("zigzag", stored_length=8, ring_size=2).tolist()
         [0, 1, 6, 7, 2, 3, 4, 5]
     """
-    rule, ring_size = layout_named(layout), whole_number("ring_size", ring_size)
-    stored_length = whole_number("stored_length", stored_length)
+    rule, ring_size = layout_named(layout), check_int("ring_size", ring_size, most=MOST_DEVICES)
+    stored_length = check_int("stored_length", stored_length, most=MOST_POSITIONS)
     _check_stored_length("`stored_length`", stored_length, rule, ring_size)
     return _stored(jnp.arange(stored_length, dtype=jnp.int32), rule, ring_size, axis=0)
 
@@ -208,15 +212,29 @@ def _halves(x: Array, chunks: tuple[int, int], axis: int, along: int) -> tuple[A
     return lax.index_in_dim(cut, 0, along, keepdims=False), lax.index_in_dim(cut, 1, along, keepdims=False)
 
 
-def _array_and_axis(x: ArrayLike, axis: int) -> tuple[Array, int]:
-    if not hasattr(x, "shape") or not hasattr(x, "dtype"):
+def _checked_axis(x: ArrayLike, axis: int) -> tuple[Array, int]:
+    """Checks the array and the axis of its sequence; returns both, the axis counted from the front."""
+    if not isinstance(x, np.ndarray | np.generic | jax.Array) and not hasattr(x, "__jax_array__"):
         raise ValueError(f"`x` must be an array, got {type(x).__name__}.")
-    x = jnp.asarray(x)
-    number = whole_number("axis", axis, least=-x.ndim)
-    if number >= x.ndim:
-        raise ValueError(f"`axis` must be less than the rank {x.ndim} of `x`, got {axis}.")
-    number %= x.ndim
-    return _whole_along(x, number), number
+    array = cast(Array, x)
+    rank = len(array.shape)
+    number = check_int("axis", axis, least=-rank)
+    if number >= rank:
+        raise ValueError(f"`axis` must be less than the rank {rank} of `x`, got {axis}.")
+    check_fits("x", array)
+    return array, number % rank
+
+
+def _check_fill(fill: object, dtype: np.dtype) -> None:
+    """Checks that the dtype of the array can hold the value of the padding."""
+    if isinstance(fill, jax.Array):
+        return
+    is_held = isinstance(fill, numbers.Complex if jnp.issubdtype(dtype, jnp.complexfloating) else numbers.Real)
+    if is_held and jnp.issubdtype(dtype, jnp.integer):
+        limits, is_whole = jnp.iinfo(dtype), isinstance(fill, numbers.Integral) or float(cast(float, fill)).is_integer()
+        is_held = is_whole and limits.min <= cast(float, fill) <= limits.max
+    if not is_held:
+        raise ValueError(f"`fill` must be a number that {dtype} can hold, got {shown(fill)}.")
 
 
 def _whole_along(x: Array, axis: int) -> Array:
@@ -231,6 +249,8 @@ def _whole_along(x: Array, axis: int) -> Array:
 
 def _check_stored_length(name: str, stored_length: int, layout: Layout, ring_size: int) -> None:
     multiple = layout.multiple(ring_size)
+    if stored_length > MOST_POSITIONS:
+        raise ValueError(f"{name} must be at most {MOST_POSITIONS} for a ring of {ring_size}, got {stored_length}.")
     if stored_length % multiple:
         raise ValueError(
             f"{name} must be a multiple of {multiple} ({layout.name}, ring of {ring_size}), got {stored_length}."

@@ -12,10 +12,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
 
 from ringjax.block.backend import Implementation
+from ringjax.checks import check_array, check_bool, check_key
 from ringjax.devices import Ring
 from ringjax.pattern import DilationPattern
 from ringjax.ring import AxisName
-from ringjax.self_attention import Initializer, PositionKind, flat_initializer, self_attention
+from ringjax.self_attention import Initializer, PositionKind, check_layer, flat_initializer, self_attention
 
 
 class DilatedSelfAttention(nn.Module):
@@ -98,9 +99,10 @@ class DilatedSelfAttention(nn.Module):
             deterministic: Whether nothing is dropped, in this call.
             dropout_rng: The key for dropout, by default from the stream "dropout".
         """
+        check_array("x", x, "floating point")
         core = self_attention(
             self.pattern,
-            x.shape[-1],
+            x.shape[-1] if x.shape else 1,
             self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
@@ -110,8 +112,16 @@ class DilatedSelfAttention(nn.Module):
             implementation=self.implementation,
             dropout_rate=self.dropout_rate,
         )
-        core.check_features(x)
-        shapes = core.kernel_shapes(core.in_features if self.out_features is None else self.out_features)
+        core.check_call(x, positions, segment_ids, seq_len)
+        is_deterministic = self.deterministic if deterministic is None else check_bool("deterministic", deterministic)
+        if dropout_rng is not None:
+            check_key("dropout_rng", dropout_rng)
+        flags = {"sub_norm": self.sub_norm, "deterministic": self.deterministic, "use_bias": self.use_bias}
+        types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        initializers = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
+        shapes = core.kernel_shapes(
+            check_layer(core, self.out_features, self.norm_epsilon, flags, **types, **initializers)
+        )
         projection = functools.partial(
             _Projection,
             use_bias=self.use_bias,
@@ -125,7 +135,7 @@ class DilatedSelfAttention(nn.Module):
             projection(shapes[name], 1, over=(None, core.head_axis, None), name=name)(x)
             for name in ("query", "key", "value")
         )
-        if (self.deterministic if deterministic is None else deterministic) or core.dropout_rate == 0:
+        if is_deterministic or core.dropout_rate == 0:
             dropout_rng = None
         elif dropout_rng is None:
             dropout_rng = self.make_rng("dropout")

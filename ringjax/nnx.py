@@ -10,11 +10,12 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 
 from ringjax.block.backend import Implementation
+from ringjax.checks import check_bool, check_instance, check_key
 from ringjax.decode import DecodeCache
 from ringjax.devices import Ring
 from ringjax.pattern import DilationPattern
 from ringjax.ring import AxisName
-from ringjax.self_attention import Initializer, PositionKind, SelfAttention, self_attention
+from ringjax.self_attention import Initializer, PositionKind, SelfAttention, check_layer, self_attention
 
 _KERNEL_INIT, _BIAS_INIT = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
@@ -96,10 +97,14 @@ class DilatedSelfAttention(nnx.Module):
             implementation=implementation,
             dropout_rate=dropout_rate,
         )
+        flags = {"sub_norm": sub_norm, "deterministic": deterministic, "use_bias": use_bias}
+        types = {"dtype": dtype, "param_dtype": param_dtype}
+        initializers = {"kernel_init": kernel_init, "bias_init": bias_init}
+        out_features = check_layer(core, out_features, norm_epsilon, flags, **types, **initializers)
+        check_instance("rngs", rngs, nnx.Rngs)
         self.core: SelfAttention = core
         self.deterministic = deterministic
         head_shape = (core.num_heads, core.head_dim)
-        out_features = core.in_features if out_features is None else out_features
         projection = functools.partial(
             nnx.LinearGeneral,
             use_bias=use_bias,
@@ -153,7 +158,8 @@ class DilatedSelfAttention(nnx.Module):
         Raises:
             ValueError: If an argument is not as described.
         """
-        self.core.check_features(x)
+        self.core.check_call(x, positions, segment_ids, seq_len)
+        dropout_rng = self._dropout_rng(self.deterministic if deterministic is None else deterministic, rngs)
         attended = self.core(
             self.query(x),
             self.key(x),
@@ -161,7 +167,7 @@ class DilatedSelfAttention(nnx.Module):
             positions=positions,
             segment_ids=segment_ids,
             seq_len=seq_len,
-            dropout_rng=self._dropout_rng(self.deterministic if deterministic is None else deterministic, rngs),
+            dropout_rng=dropout_rng,
         )
         return self._projected(attended)
 
@@ -174,7 +180,7 @@ class DilatedSelfAttention(nnx.Module):
                 `max_len` that xPos does not exceed.
             lengths: As for `ringjax.prefill`.
         """
-        self.core.check_features(x)
+        self.core.check_decoding(x, cache, {"lengths": lengths})
         attended, cache = self.core.prefill(self.query(x), self.key(x), self.value(x), cache, lengths)
         return self._projected(attended), cache
 
@@ -186,7 +192,7 @@ class DilatedSelfAttention(nnx.Module):
             cache: The cache, from `prefill` or the tokens before.
             counts: As for `ringjax.decode_step`.
         """
-        self.core.check_features(x)
+        self.core.check_decoding(x, cache, {"counts": counts})
         attended, cache = self.core.extend(self.query(x), self.key(x), self.value(x), cache, counts)
         return self._projected(attended, over_ring=False), cache
 
@@ -198,7 +204,7 @@ class DilatedSelfAttention(nnx.Module):
         return self.out(attended, out_sharding=self.core.out_sharding(attended.ndim - 1, over_ring))
 
     def _dropout_rng(self, deterministic: bool, rngs: nnx.Rngs | nnx.RngStream | Array | None) -> Array | None:
-        if deterministic or self.core.dropout_rate == 0:
+        if check_bool("deterministic", deterministic) or self.core.dropout_rate == 0:
             return None
         if rngs is None:
             raise ValueError(
@@ -206,7 +212,10 @@ class DilatedSelfAttention(nnx.Module):
             )
         if isinstance(rngs, nnx.Rngs):
             return rngs.dropout()
-        return rngs() if isinstance(rngs, nnx.RngStream) else rngs
+        if isinstance(rngs, nnx.RngStream):
+            return rngs()
+        check_key("rngs", rngs, "`nnx.Rngs`, a stream of them or a key of `jax.random`")
+        return rngs
 
     def over(self, *names: AxisName | None) -> dict[str, object]:
         """Metadata of a parameter whose axes are sharded over these mesh axes."""

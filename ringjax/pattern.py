@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import operator
 import warnings
-from collections.abc import Iterable
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
 from jax import Array
+
+from ringjax.checks import MOST_HEADS, check_choice, check_int, check_ints
 
 Offsets = Literal["mod", "block", "none"]
 Heads = Literal["all", "grouped"]
@@ -90,15 +90,14 @@ class DilationPattern:
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
-            object.__setattr__(self, name, _whole_numbers(name, getattr(self, name)))
+            object.__setattr__(self, name, check_ints(name, getattr(self, name)))
         if len(self.segment_lengths) != len(self.dilation_rates):
             raise ValueError(
                 "`segment_lengths` and `dilation_rates` must have the same length, got "
                 f"{len(self.segment_lengths)} and {len(self.dilation_rates)}."
             )
         for name, words in (("offsets", Offsets), ("heads", Heads), ("mixing", Mixing)):
-            if getattr(self, name) not in get_args(words):
-                raise ValueError(f"`{name}` must be one of {get_args(words)}, got {getattr(self, name)!r}.")
+            check_choice(name, getattr(self, name), get_args(words))
         if self.heads == "grouped":
             if self.offsets != "mod":
                 raise ValueError(f'`offsets` must be "mod" with `heads="grouped"`, got {self.offsets!r}.')
@@ -124,8 +123,8 @@ class DilationPattern:
             >>> DilationPattern.geometric(2048, 32768, 4)
             DilationPattern(2048/1, 8192/4, 32768/16)
         """
-        first, last = whole_number("first", first), whole_number("last", last)
-        ratio = whole_number("ratio", ratio, least=2)
+        first, last = check_int("first", first), check_int("last", last)
+        ratio = check_int("ratio", ratio, least=2)
         lengths = [first]
         while lengths[-1] < last:
             lengths.append(lengths[-1] * ratio)
@@ -167,8 +166,8 @@ class DilationPattern:
             >>> DilationPattern.for_length(1_048_576)
             DilationPattern(1024/1, 5792/2, 32768/4, 185363/8, 1048576/16)
         """
-        max_len, first = whole_number("max_len", max_len), whole_number("first", first)
-        branches = whole_number("branches", branches, least=2)
+        max_len, first = check_int("max_len", max_len), check_int("first", first)
+        branches = check_int("branches", branches, least=2, most=53)  # rates double with each
         last = 1 << (max_len.bit_length() - 1)
         if last <= first:
             return cls((max_len,), (1,), offsets=offsets, heads=heads, mixing=mixing)
@@ -184,7 +183,8 @@ class DilationPattern:
             >>> DilationPattern((4, 8), (1, 2)).branches(num_kv_heads=3)[1].offsets
             (0, 1, 0)
         """
-        num_kv_heads = whole_number("num_kv_heads", num_kv_heads)
+        num_kv_heads = check_int("num_kv_heads", num_kv_heads, most=MOST_HEADS)
+        seq_len = None if seq_len is None else check_int("seq_len", seq_len)
         share, extra = divmod(num_kv_heads, len(self.segment_lengths))
         result = []
         for i, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
@@ -211,8 +211,8 @@ class DilationPattern:
             >>> DilationPattern((8, 16), (2, 4)).coverage(num_heads=4)
             Coverage(share=0.5, reach=12, notes=())
         """
-        num_heads = whole_number("num_heads", num_heads)
-        length = max(self.segment_lengths) if seq_len is None else whole_number("seq_len", seq_len)
+        num_heads = check_int("num_heads", num_heads, most=MOST_HEADS)
+        length = max(self.segment_lengths) if seq_len is None else check_int("seq_len", seq_len)
         branches = self.branches(num_heads, length)
         share = _covered_pairs(branches, num_heads, length) / (num_heads * length)
         reach = max(((rows - 1) * b.rate for b in branches for rows in b.rows(b.segment_length) if rows), default=0)
@@ -261,37 +261,22 @@ def _covered_pairs(branches: tuple[Branch, ...], num_heads: int, length: int) ->
         runs = [b for b in branches if b.first_head <= head < b.first_head + b.num_heads]
         key = tuple((b.segment_length, b.rate, b.offsets[head - b.first_head]) for b in runs)
         residues[key] = residues.get(key, 0) + 1
+    return sum(heads * _covered(selections, length) for selections, heads in residues.items())
+
+
+def _covered(selections: tuple[tuple[int, int, int], ...], length: int) -> int:
+    """Counts the positions that any of these (w, r, o) selects; what they select repeats after all their segments."""
+    if any(r == 1 for _, r, _ in selections):
+        return length
+    period = math.lcm(*(w for w, _, _ in selections))
+    if period < length:
+        whole, rest = divmod(length, period)
+        return whole * _covered(selections, period) + (_covered(selections, rest) if rest else 0)
     total = 0
-    for selections, heads in residues.items():
-        if any(r == 1 for _, r, _ in selections):
-            total += heads * length
-            continue
-        for start in range(0, length, 1 << 20):
-            p = np.arange(start, min(start + (1 << 20), length))
-            seen = np.zeros(p.shape, bool)
-            for w, r, o in selections:
-                seen |= (p % w) % r == o
-            total += heads * int(seen.sum())
+    for start in range(0, length, 1 << 20):
+        p = np.arange(start, min(start + (1 << 20), length))
+        seen = np.zeros(p.shape, bool)
+        for w, r, o in selections:
+            seen |= (p % w) % r == o
+        total += int(seen.sum())
     return total
-
-
-def whole_number(name: str, value: int, least: int = 1) -> int:
-    """Checks an argument that counts something."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool):
-        raise ValueError(f"`{name}` must be an integer, got {value!r}.")
-    if number < least:
-        raise ValueError(f"`{name}` must be at least {least}, got {value!r}.")
-    return number
-
-
-def _whole_numbers(name: str, values: Iterable[int]) -> tuple[int, ...]:
-    if not isinstance(values, Iterable):
-        raise ValueError(f"`{name}` must be a list of integers, got {values!r}.")
-    result = tuple(whole_number(f"{name}[{i}]", v) for i, v in enumerate(values))
-    if not result:
-        raise ValueError(f"`{name}` must not be empty, got {result!r}.")
-    return result

@@ -15,12 +15,21 @@ from jax.typing import DTypeLike
 
 from ringjax import costs, geometry
 from ringjax.block.backend import TARGETS, Case
+from ringjax.checks import (
+    MOST_DEVICES,
+    check_bool,
+    check_choice,
+    check_dtype,
+    check_heads,
+    check_int,
+    check_pattern,
+)
 from ringjax.costs import Message, Moves
 from ringjax.geometry import Request, StrategyName
 from ringjax.indices import PartTable, branch_tables, memoized
 from ringjax.layout import layout_for, layout_named
 from ringjax.memory import PLATFORMS, Memory, Platform, predicted_memory
-from ringjax.pattern import Branch, DilationPattern, whole_number
+from ringjax.pattern import Branch, DilationPattern
 from ringjax.shard import ShardRows
 
 STRATEGIES = ("auto", "ring", "gather")
@@ -152,9 +161,7 @@ class Plan:
             >>> p.memory("cpu") == (p.forward_memory, p.gradient_memory)
             True
         """
-        if platform not in PLATFORMS:
-            raise ValueError(f"`platform` must be one of {PLATFORMS}, got {platform!r}.")
-        return predicted_memory(self.request, self.branches, platform)
+        return predicted_memory(self.request, self.branches, check_choice("platform", platform, PLATFORMS))
 
     @property
     def aligned_length(self) -> int | None:
@@ -298,29 +305,24 @@ def plan(
         >>> [(b.where, b.hops) for b in p.branches]
         [('local', 0), ('ring', 3)]
     """
-    if not isinstance(pattern, DilationPattern):
-        raise ValueError(f"`pattern` must be a DilationPattern, got {type(pattern).__name__}.")
+    check_pattern(pattern)
     for name, flag in (("is_causal", is_causal), ("has_segment_ids", has_segment_ids)):
-        if not isinstance(flag, bool):
-            raise ValueError(f"`{name}` must be a bool, got {flag!r}.")
-    budget = None if memory_budget is None else whole_number("memory_budget", memory_budget)
-    names = ("seq_len", "num_heads", "head_dim", "ring_size", "batch", "head_shards")
-    given = (seq_len, num_heads, head_dim, ring_size, batch, head_shards)
-    seq_len, num_heads, head_dim, ring_size, batch, head_shards = map(whole_number, names, given)
-    kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
-    if num_heads % kv_heads:
-        raise ValueError(f"`num_heads` must be a multiple of `num_kv_heads`, got {num_heads} and {kv_heads}.")
+        check_bool(name, flag)
+    budget = None if memory_budget is None else check_int("memory_budget", memory_budget)
+    seq_len, head_dim, batch = map(check_int, ("seq_len", "head_dim", "batch"), (seq_len, head_dim, batch))
+    ring_size = check_int("ring_size", ring_size, most=MOST_DEVICES)
+    head_shards = check_int("head_shards", head_shards)
+    num_heads, kv_heads = check_heads(num_heads, num_kv_heads)
     if kv_heads % head_shards:
         raise ValueError(
-            f"key/value heads must divide evenly over `head_axis`, got {kv_heads} heads over {head_shards} devices."
+            f"key/value heads must divide evenly over the `head_shards` devices of `head_axis`, got {kv_heads} heads "
+            f"over {head_shards} devices."
         )
-    if strategy not in STRATEGIES:
-        raise ValueError(f"`strategy` must be one of {STRATEGIES}, got {strategy!r}.")
-    layout_named(layout)
+    check_choice("strategy", strategy, STRATEGIES)
     layout = layout_for(layout, ring_size)
     multiple = layout_named(layout).multiple(ring_size)
     least = -(-seq_len // multiple) * multiple
-    stored = least if stored_length is None else whole_number("stored_length", stored_length)
+    stored = least if stored_length is None else check_int("stored_length", stored_length)
     if stored < seq_len or stored % multiple:
         raise ValueError(f"`stored_length` must be a multiple of {multiple} and at least {seq_len}, got {stored}.")
     request = Request(
@@ -334,7 +336,7 @@ def plan(
         ring_size=ring_size,
         layout=layout,
         is_causal=is_causal,
-        dtype=np.dtype(dtype).name,
+        dtype=check_dtype("dtype", dtype).name,
         strategy=strategy,
         memory_budget=budget,
         has_ids=has_segment_ids or stored > seq_len,

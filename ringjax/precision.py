@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ringjax.checks import shown
+
 _AMPERE = 8.0  # the first compute capability with bfloat16
 
 
@@ -20,12 +22,17 @@ def compute_dtype(device: jax.Device | None = None) -> np.dtype:
     Returns:
         bfloat16 on TPUs and on GPUs of compute capability 8.0 and later, float32 elsewhere.
 
+    Raises:
+        ValueError: If `device` is not a device.
+
     Example:
         >>> import jax, ringjax as rj
         >>> rj.compute_dtype(jax.devices("cpu")[0])
         dtype('float32')
     """
     device = jax.devices()[0] if device is None else device
+    if not hasattr(device, "platform"):
+        raise ValueError(f"`device` must be a device of JAX, got {shown(device)}.")
     is_native = device.platform == "tpu" or _capability(device) >= _AMPERE
     return jnp.dtype(jnp.bfloat16 if is_native else jnp.float32)
 

@@ -18,7 +18,7 @@ from typing import IO, NamedTuple
 
 import jax
 
-from ringjax.pattern import whole_number
+from ringjax.checks import check_int
 
 GRACE_SECONDS = 10.0  # what is left to the others once a process has failed
 _TAIL_LINES = 20
@@ -91,8 +91,8 @@ def run_processes(
         >>> run_processes([sys.executable, "-c", script], 2)[1]
         ProcessResult(rank=1, returncode=0, output='rank 1')
     """
-    num_processes = whole_number("num_processes", num_processes)
-    devices_per_process = whole_number("devices_per_process", devices_per_process)
+    num_processes = check_int("num_processes", num_processes)
+    devices_per_process = check_int("devices_per_process", devices_per_process)
     if not timeout > 0:
         raise ValueError(f"`timeout` must be more than 0, got {timeout!r}.")
     if isinstance(command, str) or not command:

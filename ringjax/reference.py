@@ -12,7 +12,7 @@ from jax import Array, lax
 from jax.typing import ArrayLike
 
 from ringjax import dropout
-from ringjax.checks import AttentionShape, check_dropout, check_inputs
+from ringjax.checks import AttentionShape, check_dropout, check_inputs, shown
 from ringjax.pattern import Branch, DilationPattern
 from ringjax.softmax import accumulator
 
@@ -49,9 +49,9 @@ def reference_attention(
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
     check_dropout(dropout_rate, dropout_rng)
+    chosen = np.arange(shape.stored_length) if rows is None else _checked_rows(rows, shape.stored_length)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    s = jnp.arange(shape.stored_length)
-    p = s if rows is None else _checked_rows(rows, shape.stored_length)
+    s, p = jnp.arange(shape.stored_length), jnp.asarray(chosen)
     ids = jnp.zeros((1, shape.stored_length), int) if segment_ids is None else jnp.asarray(segment_ids)
     allowed = (ids[:, p, None] == ids[:, None, :]) & (ids[:, p, None] >= 0)  # one document, (B, R, T)
     allowed = allowed & (p < shape.length)[None, :, None] & (s < shape.length)[None, None, :]
@@ -90,13 +90,16 @@ def _factors(rate: float, rng: Array | None, shape: AttentionShape, branch: int,
     return found.reshape(shape.batch, shape.kv_heads, shape.group, len(p), -1)
 
 
-def _checked_rows(rows: ArrayLike, length: int) -> Array:
+def _checked_rows(rows: ArrayLike, length: int) -> np.ndarray:
     if isinstance(rows, jax.core.Tracer):
         raise ValueError(f"`rows` must be known before the program runs, got {rows}.")
-    p = np.asarray(rows)
+    try:
+        p = np.asarray(rows)
+    except ValueError:  # lists of different lengths
+        p = np.zeros(0)
     if p.ndim != 1 or p.size == 0 or not np.issubdtype(p.dtype, np.integer) or p.min() < 0 or p.max() >= length:
-        raise ValueError(f"`rows` must be a list of positions from 0 to {length - 1}, got {rows!r}.")
-    return jnp.asarray(p)
+        raise ValueError(f"`rows` must be a list of positions from 0 to {length - 1}, got {shown(rows)}.")
+    return p
 
 
 def _same_rows(branch: Branch, kv_heads: int, p: Array, s: Array) -> Array:

@@ -9,11 +9,12 @@ distance, at position ten million as at ten. In float32 the product would be off
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ringjax import debug
+from ringjax.checks import check_array, check_int, check_positive, check_row_positions, known
 from ringjax.softmax import accumulator
 
 XPOS_LENGTH = 65_536  # beyond it scales of up to (1.4 / 0.4) ** (length / 2 / 512) leave float32
@@ -25,7 +26,7 @@ def rotary(x: Array, positions: Array, *, base: float = 10_000.0) -> Array:
     Args:
         x: Queries or keys (B, T, N, H), H even.
         positions: Position in the sequence of each row, integers (T,) or (B, T); see `ringjax.positions`.
-        base: Base of the wavelengths.
+        base: Base of the wavelengths, at least 1.
 
     Returns:
         The rotated array in the dtype of `x`, computed in at least float32.
@@ -40,7 +41,8 @@ def rotary(x: Array, positions: Array, *, base: float = 10_000.0) -> Array:
         >>> print(rotary(x, jnp.array([1])).round(3))  # cos(1), sin(1)
         [[[[0.54  0.841]]]]
     """
-    _check(x, positions)
+    _check("x", x, positions)
+    check_positive("base", base, least=1)
     return _turned(x, *_cos_sin(positions, x.shape[-1], base)).astype(x.dtype)
 
 
@@ -61,11 +63,12 @@ def xpos(
     Args:
         query: Queries (B, T, N, H), H even.
         key: Keys (B, T, K, H).
-        positions: Position in the sequence of each row, integers (T,) or (B, T), from 0 to ``length - 1``.
+        positions: Position in the sequence of each row, integers (T,) or (B, T), from 0 to ``length - 1``: an error
+            where they are known, else scales go on beyond, and may leave float32.
         length: Number of positions, at most 65,536: the scales of more do not fit into float32. Queries and keys that
             meet must be given the same.
-        base: Base of the wavelengths.
-        scale_base: Distance over which the scores of pair ``i`` fade by ``zeta_i``.
+        base: Base of the wavelengths, at least 1.
+        scale_base: Distance over which the scores of pair ``i`` fade by ``zeta_i``; above 0.
 
     Returns:
         Query and key in their dtypes, computed in at least float32.
@@ -81,20 +84,22 @@ def xpos(
         >>> query.shape
         (1, 64, 4, 8)
     """
-    if length > XPOS_LENGTH:
+    if check_int("length", length) > XPOS_LENGTH:
         raise ValueError(
             f"`length` must be at most {XPOS_LENGTH} for xPos, as its scales leave float32 beyond, got {length}."
         )
     for name, x in (("query", query), ("key", key)):
-        _check(x, positions)
+        _check(name, x, positions)
         if jnp.finfo(x.dtype).maxexp < jnp.finfo(jnp.float32).maxexp:
             raise ValueError(f"`{name}` must have the range of float32 for xPos, got {x.dtype}.")
-    if not isinstance(positions, jax.core.Tracer):
-        at = np.asarray(positions)
-        if at.min() < 0 or at.max() >= length:
-            raise ValueError(
-                f"`positions` must be from 0 to {length - 1} for xPos, got {at.min()} to {at.max()}: say the `length`."
-            )
+    check_positive("base", base, least=1)
+    check_positive("scale_base", scale_base)
+    at = known(positions)
+    if at is not None and (at.min() < 0 or at.max() >= length):
+        raise ValueError(
+            f"`positions` must be from 0 to {length - 1} for xPos, got {at.min()} to {at.max()}: say the `length`."
+        )
+    debug.report("positions", f"outside 0 to {length - 1}", lambda: (positions < 0) | (positions >= length))
     dim = query.shape[-1]
     cos, sin = _cos_sin(positions, dim, base)
     log_zeta = np.log((np.arange(0, dim, 2) / dim + 0.4) / 1.4).astype(np.float32)
@@ -105,17 +110,13 @@ def xpos(
     return query, key
 
 
-def _check(x: Array, positions: Array) -> None:
-    if x.ndim != 4 or x.shape[-1] % 2:
-        raise ValueError(f"rotary positions take arrays (batch, length, heads, even dim), got shape {x.shape}.")
-    if not hasattr(positions, "dtype") or not jnp.issubdtype(positions.dtype, jnp.integer):
-        given = getattr(positions, "dtype", type(positions).__name__)
-        raise ValueError(f"`positions` must be an integer array, got {given}.")
-    batch, length = x.shape[:2]
-    if positions.shape not in ((length,), (batch, length)):
+def _check(name: str, x: Array, positions: Array) -> None:
+    check_array(name, x, "floating point")
+    if len(x.shape) != 4 or x.shape[-1] % 2:
         raise ValueError(
-            f"`positions` must have shape (length,) or (batch, length) = {(batch, length)}, got {positions.shape}."
+            f"`{name}`: rotary positions take arrays (batch, length, heads, even dim), got shape {x.shape}."
         )
+    check_row_positions(positions, *x.shape[:2])
 
 
 def _row_shape(positions: Array) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, get_args
 
 import jax
@@ -18,14 +18,31 @@ from jax.typing import ArrayLike
 
 from ringjax.adapter import batched
 from ringjax.attention import dilated_attention
-from ringjax.block.backend import Implementation
-from ringjax.checks import check_rate
+from ringjax.block.backend import Implementation, check_backend
+from ringjax.checks import (
+    MOST_POSITIONS,
+    check_array,
+    check_bool,
+    check_callable,
+    check_counts,
+    check_dtype,
+    check_heads,
+    check_ids,
+    check_instance,
+    check_int,
+    check_optional_choice,
+    check_pattern,
+    check_positive,
+    check_rate,
+    check_row_positions,
+    check_size,
+)
 from ringjax.decode import DecodeCache, decode_step, prefill
-from ringjax.decode.cache import check_numbers
+from ringjax.decode.cache import clipped_counts
 from ringjax.devices import Ring, axes
 from ringjax.layout import layout_for
 from ringjax.layout import positions as stored_positions
-from ringjax.pattern import DilationPattern, whole_number
+from ringjax.pattern import DilationPattern
 from ringjax.ring import AxisName
 from ringjax.rotary import rotary, xpos
 
@@ -119,11 +136,7 @@ class SelfAttention:
     ) -> tuple[Array, DecodeCache]:
         """The attention of a whole prompt (B, T, heads, H), and the cache after it."""
         self._check_decodes(cache)
-        if query.shape[1] > cache.max_len and (self.ring is None or lengths is None):
-            raise ValueError(
-                f"`max_len` of a cache must be at least the length of the prompt, got {cache.max_len} and "
-                f"{query.shape[1]}."
-            )
+        self.check_prompt(query.shape[1], cache.max_len, lengths)
         query, key = self._placed(query, key, None, query.shape, cache.max_len)
         out = dilated_attention(
             query, key, value, self.pattern, is_causal=True, ring=self.ring, implementation=self.implementation
@@ -139,21 +152,58 @@ class SelfAttention:
             nth = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
             positions = cache.lengths[:, None] + nth
             if counts is not None:  # padding stands nowhere
-                positions = jnp.where(nth < check_numbers("counts", counts, *query.shape[:2])[:, None], positions, 0)
+                positions = jnp.where(nth < clipped_counts("counts", counts, *query.shape[:2])[:, None], positions, 0)
             query, key = self._placed(query, key, positions, query.shape, cache.max_len)
         return decode_step(cache, query, key, value, counts=counts, ring=self.ring)
+
+    def check_prompt(self, length: int, max_len: int, lengths: ArrayLike | None) -> None:
+        """Checks that a cache is made for prompts of this length; on a ring, part of it may be padding."""
+        if length > max_len and (self.ring is None or lengths is None):
+            raise ValueError(
+                f"`max_len` of a cache must be at least the length of the prompt, got {max_len} and {length}."
+            )
+
+    def check_call(self, x: Array, positions: Array | None, segment_ids: Array | None, seq_len: int | None) -> None:
+        """Checks the arguments of a call of the layer."""
+        self.check_features(x)
+        leading = tuple(x.shape[:-1])
+        if segment_ids is not None:
+            check_ids("segment_ids", segment_ids, leading, "(batch..., length)")
+        if seq_len is not None and check_int("seq_len", seq_len) > leading[-1]:
+            raise ValueError(f"`seq_len` must be between 1 and the stored length {leading[-1]}, got {seq_len}.")
+        if positions is None:
+            return
+        if self.positions is None:
+            raise ValueError(
+                '`positions` must be None for a layer without "rotary" or "xpos", got '
+                f"{type(positions).__name__} of shape {getattr(positions, 'shape', None)}."
+            )
+        if getattr(positions, "ndim", 1) > 1:
+            check_ids("positions", positions, leading, "(batch..., length)")
+        else:
+            check_row_positions(positions, math.prod(leading[:-1]), leading[-1])
+
+    def check_decoding(self, x: Array, cache: DecodeCache, numbers: dict[str, ArrayLike | None]) -> None:
+        """Checks the arguments of a prefill or of the next tokens; `numbers` holds `lengths` or `counts`."""
+        self.check_features(x, decodes=True)
+        self._check_decodes(cache)
+        for name, values in numbers.items():
+            if values is not None:
+                check_counts(name, values, *x.shape[:2])
 
     def _check_decodes(self, cache: DecodeCache) -> None:
         if not self.is_causal:
             raise ValueError("`is_causal` must be True for a layer that decodes, got False.")
-        if cache.pattern != self.pattern:
+        if check_instance("cache", cache, DecodeCache).pattern != self.pattern:
             raise ValueError(f"`cache` must be one of the layer's pattern {self.pattern}, got {cache.pattern}.")
 
-    def check_features(self, x: Array) -> None:
-        """Checks the input of a layer."""
-        if x.ndim < 2 or x.shape[-1] != self.in_features:
+    def check_features(self, x: Array, *, decodes: bool = False) -> None:
+        """Checks the input of a layer, which has one batch axis where the layer decodes."""
+        check_array("x", x, "floating point")
+        if len(x.shape) < 2 or x.shape[-1] != self.in_features or (decodes and len(x.shape) != 3):
+            batch = "batch" if decodes else "batch..."
             raise ValueError(
-                f"`x` must have the axes (batch..., length, {self.in_features} features), got shape {x.shape}."
+                f"`x` must have the axes ({batch}, length, {self.in_features} features), got shape {x.shape}."
             )
 
     def _placed(
@@ -161,8 +211,6 @@ class SelfAttention:
     ) -> tuple[Array, Array]:
         """Queries and keys that know their positions, of which there are at most `max_len`."""
         if self.positions is None:
-            if positions is not None:
-                raise ValueError('`positions` must be None for a layer without "rotary" or "xpos", got an array.')
             return query, key
         length = shape[-3]
         if positions is None:
@@ -201,32 +249,23 @@ def self_attention(
         >>> self_attention(DilationPattern((16,), (1,)), in_features=32, num_heads=4).head_dim
         8
     """
-    if not isinstance(pattern, DilationPattern):
-        raise ValueError(f"`pattern` must be a DilationPattern, got {type(pattern).__name__}.")
-    if not isinstance(is_causal, bool):
-        raise ValueError(f"`is_causal` must be a bool, got {is_causal!r}.")
-    if ring is not None and not isinstance(ring, Ring):
-        raise ValueError(f"`ring` must be a Ring, got {type(ring).__name__}.")
-    check_rate(dropout_rate)
-    in_features, num_heads = whole_number("in_features", in_features), whole_number("num_heads", num_heads)
-    num_kv_heads = num_heads if num_kv_heads is None else whole_number("num_kv_heads", num_kv_heads)
-    if num_heads % num_kv_heads:
-        raise ValueError(f"`num_heads` must be a multiple of `num_kv_heads`, got {num_heads} and {num_kv_heads}.")
+    check_pattern(pattern)
+    check_bool("is_causal", is_causal)
+    if ring is not None:
+        check_instance("ring", ring, Ring)
+    check_backend(implementation, None)
+    in_features = check_int("in_features", in_features, most=MOST_POSITIONS)
+    num_heads, num_kv_heads = check_heads(num_heads, num_kv_heads)
     if head_dim is None and in_features % num_heads:
         raise ValueError(
             f"`in_features` must be a multiple of `num_heads` where `head_dim` is not given, got {in_features} and "
             f"{num_heads}."
         )
-    head_dim = in_features // num_heads if head_dim is None else whole_number("head_dim", head_dim)
-    if positions is not None:
-        if positions not in get_args(PositionKind):
-            raise ValueError(f"`positions` must be None or one of {get_args(PositionKind)}, got {positions!r}.")
-        if head_dim % 2:
-            raise ValueError(f"`head_dim` must be even for `positions={positions!r}`, got {head_dim}.")
-        if positions == "xpos" and not is_causal:
-            raise ValueError(
-                '`is_causal` must be True for `positions="xpos"`, whose scores of later keys grow, got False.'
-            )
+    head_dim = in_features // num_heads if head_dim is None else check_int("head_dim", head_dim, most=MOST_POSITIONS)
+    check_size("`in_features`, `num_heads` and `head_dim`", (in_features, num_heads, head_dim))
+    check_position_kind(positions, head_dim)
+    if positions == "xpos" and not is_causal:
+        raise ValueError('`is_causal` must be True for `positions="xpos"`, whose scores of later keys grow, got False.')
     return SelfAttention(
         pattern,
         in_features,
@@ -237,8 +276,36 @@ def self_attention(
         positions,
         ring,
         implementation,
-        float(dropout_rate),
+        check_rate(dropout_rate),
     )
+
+
+def check_position_kind(positions: PositionKind | None, head_dim: int) -> None:
+    """Checks how positions are put into queries and keys of this head dim."""
+    check_optional_choice("positions", positions, get_args(PositionKind))
+    if positions is not None and head_dim % 2:
+        raise ValueError(f"`head_dim` must be even for `positions={positions!r}`, got {head_dim}.")
+
+
+def check_layer(
+    core: SelfAttention, out_features: int | None, norm_epsilon: float, flags: Mapping[str, object], **options: object
+) -> int:
+    """Checks the arguments of a layer beside those of `self_attention`, and returns the features of its output.
+
+    `flags` are arguments that must be bools; `options` are `dtype`, `param_dtype`, `kernel_init` and `bias_init`.
+    """
+    width = core.in_features if out_features is None else out_features
+    width = check_int("out_features", width, most=MOST_POSITIONS)
+    check_size("`num_heads`, `head_dim` and `out_features`", (core.num_heads, core.head_dim, width))
+    check_positive("norm_epsilon", norm_epsilon)
+    for name, flag in flags.items():
+        check_bool(name, flag)
+    if options["dtype"] is not None:
+        check_dtype("dtype", options["dtype"])
+    check_dtype("param_dtype", options["param_dtype"])
+    for name in ("kernel_init", "bias_init"):
+        check_callable(name, options[name])
+    return width
 
 
 def flat_initializer(init: Initializer, contracted: int) -> Initializer:
@@ -261,6 +328,5 @@ def flat_initializer(init: Initializer, contracted: int) -> Initializer:
 
 def _as_rows(name: str, x: Array, leading: tuple[int, ...]) -> Array:
     """An array (batch..., T) with one batch axis."""
-    if getattr(x, "shape", None) != leading:
-        raise ValueError(f"`{name}` must have shape (batch..., length) = {leading}, got {getattr(x, 'shape', x)!r}.")
+    check_ids(name, x, leading, "(batch..., length)")
     return x if x.ndim == 2 else x.reshape(-1, leading[-1])

@@ -63,9 +63,8 @@ def start(queries: Array) -> Running:
 
 def finish(state: Running) -> Partial:
     """The partial over all key blocks that `state` went through."""
-    safe = jnp.where(state.total > 0, state.total, 1)
-    lse = jnp.where(state.total > 0, state.peak + jnp.log(safe), -jnp.inf)
-    return Partial(state.acc / _column(safe), lse)
+    safe = jnp.where(state.total == 0, 1, state.total)  # NaN is not empty: it stays NaN
+    return Partial(state.acc / _column(safe), state.peak + jnp.log(safe))  # the peak of an empty row is -inf
 
 
 def rescale(state: Running, scores: Array) -> tuple[Running, Array]:

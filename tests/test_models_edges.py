@@ -20,7 +20,7 @@ def test_loss_takes_targets_of_any_integer_dtype():
     right = -jax.nn.log_softmax(logits)[0, np.arange(4), targets[0]].sum()
     for dtype in (np.uint8, np.int16, np.int32):
         np.testing.assert_allclose(token_loss(logits, jnp.asarray(targets, dtype), weights)[0], right, rtol=1e-6)
-    with pytest.raises(ValueError, match=r"`targets` must be integers, got float32"):
+    with pytest.raises(ValueError, match=r"`targets` must be an integer array, got float32"):
         token_loss(logits, jnp.asarray(targets, jnp.float32), weights)
 
 

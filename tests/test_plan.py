@@ -114,7 +114,10 @@ def test_table_shows_what_matters():
         ({"layout": "spiral"}, "`layout` must be one of ('contiguous', 'zigzag'), got 'spiral'."),
         ({"strategy": "guess"}, "`strategy` must be one of ('auto', 'ring', 'gather'), got 'guess'."),
         ({"num_kv_heads": 3}, "`num_heads` must be a multiple of `num_kv_heads`, got 8 and 3."),
-        ({"head_shards": 3}, "key/value heads must divide evenly over `head_axis`, got 8 heads over 3 devices."),
+        (
+            {"head_shards": 3},
+            "heads must divide evenly over the `head_shards` devices of `head_axis`, got 8 heads over 3 devices.",
+        ),
         ({"stored_length": 65537}, "`stored_length` must be a multiple of 4 and at least 65536, got 65537."),
         ({"memory_budget": 1000}, "`memory_budget` must be at least"),
     ],

@@ -1,8 +1,21 @@
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import IMPLEMENTATIONS, NARROW, Case, assert_equals_oracle, on_ring, ring_mesh, run
+from cases import (
+    IMPLEMENTATIONS,
+    NAMES,
+    NARROW,
+    QUICK,
+    Case,
+    assert_equals_oracle,
+    on_ring,
+    ring_mesh,
+    run,
+    with_gradients,
+)
 
 import ringjax as rj
 from ringjax import softmax
@@ -41,3 +54,70 @@ def test_a_query_with_one_key_has_no_gradient(implementation, rule):
     arrays = case.arrays(np.float32)
     _, dq, dk, _ = run(rj.dilated_attention, arrays, case.pattern, implementation=implementation)
     assert not np.asarray(dq).any() and not np.asarray(dk).any()
+
+
+NAN_CASE = Case(length=12, batch=1, kv_heads=1, group=2, dim=4, segment_lengths=(6, 12), dilation_rates=(1, 2))
+
+
+def with_nan(which: str, position: int):
+    """Arrays of which one holds a single NaN, and the cotangent."""
+    names = ("query", "key", "value")
+    arrays = [np.array(x) for x in NAN_CASE.arrays(np.float32)]
+    arrays[names.index(which)][0, position, 0, 0] = np.nan
+    return arrays
+
+
+def depends_on_nan(which: str, position: int) -> dict[str, np.ndarray]:
+    """Which positions of the output and of the gradients depend on a NaN at this position of one array."""
+    seen = np.zeros((12, 12), bool)
+    for w, r in zip(NAN_CASE.segment_lengths, NAN_CASE.dilation_rates, strict=True):
+        at = np.arange(12)
+        chosen = at % w % r == 0
+        seen |= (at[:, None] // w == at // w) & chosen & chosen[:, None]
+    rows = np.arange(12) == position if which == "query" else seen[:, position]  # queries whose softmax is NaN
+    keys = seen[rows].any(axis=0)  # what they see
+    found = {"out": rows, "dq": rows, "dk": keys, "dv": keys}
+    return found if which != "value" else found | {"dv": np.zeros(12, bool)}
+
+
+@pytest.mark.parametrize("implementation", ["xla", None])
+def test_nan_reaches_everything_that_depends_on_it(implementation):
+    options = {"implementation": implementation, "compiler_options": QUICK}
+    both = with_gradients(rj.dilated_attention, NAN_CASE.pattern, **options)
+    for which in ("query", "key", "value"):
+        for (name, rows), x in zip(depends_on_nan(which, 4).items(), both(*with_nan(which, 4)), strict=True):
+            has_nan = np.isnan(np.asarray(x)[0]).any(axis=(1, 2))
+            assert has_nan[rows].all(), (which, name, has_nan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("implementation", ["interpret_tpu", "interpret_gpu"])
+@pytest.mark.parametrize("which", ["query", "key", "value"])
+def test_nan_reaches_everything_that_depends_on_it_in_kernels(which, implementation):
+    case = NAN_CASE._replace(length=64, dim=16, segment_lengths=(32, 64), group=1)
+    arrays = [np.array(x) for x in case.arrays(np.float32)]
+    arrays[("query", "key", "value").index(which)][0, 4, 0, 0] = np.nan
+    ours = run(rj.dilated_attention, arrays, case.pattern, implementation=implementation)
+    plain = run(rj.dilated_attention, arrays, case.pattern, implementation="xla")
+    for name, x, y in zip(NAMES, ours, plain, strict=True):
+        has_nan, wanted = (np.isnan(np.asarray(a)[0]).any(axis=(1, 2)) for a in (x, y))
+        assert (has_nan == wanted).all() and wanted.any(), (name, has_nan, wanted)
+
+
+def test_nan_is_not_an_empty_row():
+    """An empty row has a total of 0; a NaN total is neither 0 nor above it."""
+
+    @functools.partial(jax.jit, compiler_options=QUICK)
+    def states(acc, peak, total):
+        part = softmax.finish(softmax.Running(acc, peak, total))
+        other = Partial(jnp.ones_like(acc), jnp.zeros_like(total))
+        return part, softmax.finish(softmax.resume(part)), softmax.merge(part, other), softmax.for_backward(part.lse)
+
+    given = [[1.0], [0.0]], [np.nan, -np.inf], [np.nan, 0.0]
+    part, resumed, merged, backward = states(*(np.array(x, np.float32) for x in given))
+    np.testing.assert_array_equal(part.lse, [np.nan, -np.inf])
+    np.testing.assert_array_equal(part.out, [[np.nan], [0.0]])
+    np.testing.assert_array_equal(resumed.lse, part.lse)
+    np.testing.assert_array_equal(merged.out, [[np.nan], [1.0]])
+    np.testing.assert_array_equal(merged.lse, [np.nan, 0.0])
+    np.testing.assert_array_equal(backward, [np.nan, np.inf])

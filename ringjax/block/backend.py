@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from jax import Array, lax
 from ringjax.block.cpu import KEY_ROWS
 from ringjax.block.kernel import Blocks, BlockSizes, ceil_div
 from ringjax.block.platform import refused
+from ringjax.checks import check_instance, check_optional_choice
 from ringjax.native import build
 
 Implementation = Literal["xla", "pallas", "native", "interpret_tpu", "interpret_gpu"]
@@ -220,6 +221,19 @@ class Backend:
                 f"`implementation={self.implementation!r}` cannot do this case: {'; '.join(misfits)}. "
                 '`implementation="xla"` does, and None chooses it by itself.'
             )
+
+
+def check_backend(implementation: Implementation | None, block_sizes: BlockSizes | None) -> Backend:
+    """Checks what a caller asks for, and returns it."""
+    check_optional_choice("implementation", implementation, get_args(Implementation))
+    if block_sizes is not None:
+        check_instance("block_sizes", block_sizes, BlockSizes)
+        if implementation in ("xla", "native"):
+            raise ValueError(
+                f"`block_sizes` must be None with `implementation={implementation!r}`, which has no Pallas kernels, "
+                f"got {block_sizes}."
+            )
+    return Backend(implementation, block_sizes)
 
 
 def case_of(query: Array, rows: int, group: int, ids: Array | None = None) -> Case:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from ringjax.pattern import whole_number
+from ringjax.checks import check_int
 
 Line = Literal["same", "before"]
 
@@ -53,10 +53,11 @@ class BlockSizes:
     grad_key: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "grad_query", self.grad_query or self.query)
-        object.__setattr__(self, "grad_key", self.grad_key or self.key)
+        for name, forward in (("grad_query", self.query), ("grad_key", self.key)):
+            if check_int(name, getattr(self, name), least=0) == 0:
+                object.__setattr__(self, name, forward)
         for field in dataclasses.fields(self):
-            size = whole_number(field.name, getattr(self, field.name))
+            size = check_int(field.name, getattr(self, field.name))
             if size < 16 or size & (size - 1):
                 raise ValueError(f"`{field.name}` must be a power of two of at least 16, got {size}.")
 

@@ -22,8 +22,19 @@ from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
+from ringjax import debug
+from ringjax.checks import (
+    MOST_HEADS,
+    MOST_POSITIONS,
+    check_counts,
+    check_dtype,
+    check_instance,
+    check_int,
+    check_pattern,
+    check_size,
+)
 from ringjax.devices import Ring
-from ringjax.pattern import Branch, DilationPattern, whole_number
+from ringjax.pattern import Branch, DilationPattern
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,16 +128,17 @@ def init_cache(
         >>> 2 * 2 * 4 * 64 * 1_048_576 // cache.nbytes  # times smaller than the keys and values of all tokens
         170
     """
-    if not isinstance(pattern, DilationPattern):
-        raise ValueError(f"`pattern` must be a DilationPattern, got {type(pattern).__name__}.")
-    batch, heads = whole_number("batch", batch), whole_number("num_kv_heads", num_kv_heads)
-    head_dim, max_len = whole_number("head_dim", head_dim), whole_number("max_len", max_len)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"`dtype` must be floating point, got {jnp.dtype(dtype)}.")
+    check_pattern(pattern)
+    sizes = {"batch": batch, "head_dim": head_dim, "max_len": max_len}
+    batch, head_dim, max_len = (check_int(name, size, most=MOST_POSITIONS) for name, size in sizes.items())
+    heads, dtype = check_int("num_kv_heads", num_kv_heads, most=MOST_HEADS), check_dtype("dtype", dtype)
     shards = 1 if ring is None else check_ring(ring, pattern, batch, heads)
     branches = pattern.branches(heads, max_len)
     slots = [-(-b.segment_length // b.rate) for b in branches]
     slots = [s + -s % shards for s in slots]
+    for branch, count in zip(branches, slots, strict=True):
+        names = "`batch`, `num_kv_heads`, `head_dim` and `max_len`"
+        check_size(names, (batch, branch.num_heads, count, head_dim), dtype.itemsize)
 
     def empty() -> DecodeCache:
         rows = [jnp.zeros((batch, b.num_heads, s, head_dim), dtype) for b, s in zip(branches, slots, strict=True)]
@@ -160,29 +172,17 @@ def _is_spec(x: object) -> bool:
 
 def check_ring(ring: Ring, pattern: DilationPattern, batch: int, kv_heads: int) -> int:
     """Checks that batch and heads fit on a ring, and returns its size."""
-    if not isinstance(ring, Ring):
-        raise ValueError(f"`ring` must be a Ring, got {type(ring).__name__}.")
-    for name, what, count in (("batch_axis", "batch", batch), ("head_axis", "key/value heads", kv_heads)):
-        if count % ring.size(name):
-            raise ValueError(
-                f"{what} must divide evenly over the {ring.size(name)} devices of `{name}` {getattr(ring, name)!r}, "
-                f"got {count}."
-            )
+    check_instance("ring", ring, Ring).check_divides(batch=batch, kv_heads=kv_heads)
     if pattern.heads == "grouped" and ring.size("head_axis") > 1:
         raise NotImplementedError('`heads="grouped"` does not go with a `head_axis` that shards the heads.')
     return ring.size("axis_name")
 
 
-def check_numbers(name: str, values: ArrayLike, batch: int, most: int) -> Array:
+def clipped_counts(name: str, values: ArrayLike, batch: int, most: int, least: int = 0) -> Array:
     """Checks one count per entry of the batch; values that are known only at run time are clipped."""
-    values = values if isinstance(values, jax.Array) else np.asarray(values)
-    if not jnp.issubdtype(values.dtype, jnp.integer) or values.shape != (batch,):
-        raise ValueError(f"`{name}` must be integers of shape ({batch},), got {values.dtype} of {values.shape}.")
-    if not isinstance(values, jax.core.Tracer):
-        known = np.asarray(values)
-        if known.min() < 0 or known.max() > most:
-            raise ValueError(f"`{name}` must be between 0 and {most}, got {known.tolist()}.")
-    return jnp.clip(jnp.asarray(values), 0, most).astype(jnp.int32)
+    counts = jnp.asarray(check_counts(name, values, batch, most, least))
+    debug.report(name, f"outside {least} to {most}, and clipped", lambda: (counts < least) | (counts > most))
+    return jnp.clip(counts, least, most).astype(jnp.int32)
 
 
 def offset_table(cache: DecodeCache) -> np.ndarray:

@@ -14,11 +14,12 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from ringjax.checks import check_array, check_instance
 from ringjax.decode.cache import (
     DecodeCache,
     cache_specs,
-    check_numbers,
     check_ring,
+    clipped_counts,
     held_positions,
     offset_table,
     placed,
@@ -60,7 +61,10 @@ def prefill(
         Array([100], dtype=int32)
     """
     batch, length = _check_prompt(cache, key, value)
-    given = jnp.full(batch, length, jnp.int32) if lengths is None else check_numbers("lengths", lengths, batch, length)
+    if ring is not None:
+        check_instance("ring", ring, Ring)
+    given = jnp.full(batch, length, jnp.int32) if lengths is None else clipped_counts("lengths", lengths, batch, length)
+    key, value = jnp.asarray(key), jnp.asarray(value)
     offsets = jnp.asarray(offset_table(cache))
     shards = 1 if ring is None else check_ring(ring, cache.pattern, batch, cache.num_kv_heads)
     if ring is None or ring.resolve().size == 1:
@@ -91,14 +95,11 @@ def check_slots(cache: DecodeCache, shards: int) -> None:
 
 
 def _check_prompt(cache: DecodeCache, key: Array, value: Array) -> tuple[int, int]:
-    if not isinstance(cache, DecodeCache):
-        raise ValueError(f"`cache` must be a DecodeCache, got {type(cache).__name__}.")
-    like = cache.keys[0]
+    like = check_instance("cache", cache, DecodeCache).keys[0]
     batch, heads, dim = like.shape[0], cache.num_kv_heads, like.shape[3]
     for name, x in (("key", key), ("value", value)):
-        if not hasattr(x, "shape") or not hasattr(x, "dtype"):
-            raise ValueError(f"`{name}` must be an array, got {type(x).__name__}.")
-        if len(x.shape) != 4 or 0 in x.shape or (x.shape[0], *x.shape[2:]) != (batch, heads, dim):
+        check_array(name, x, "floating point")
+        if len(x.shape) != 4 or (x.shape[0], *x.shape[2:]) != (batch, heads, dim):
             raise ValueError(f"`{name}` must have the shape ({batch}, length, {heads}, {dim}), got {x.shape}.")
         if x.dtype != like.dtype:
             raise ValueError(f"`{name}` must have the dtype of `cache`, got {x.dtype} and {like.dtype}.")

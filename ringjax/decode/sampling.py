@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from ringjax.pattern import whole_number
+from ringjax import debug
+from ringjax.checks import (
+    MOST_POSITIONS,
+    check_array,
+    check_bool,
+    check_callable,
+    check_int,
+    check_key,
+    check_positive,
+    known,
+    shown,
+)
 
 State = TypeVar("State")
 
@@ -36,15 +47,18 @@ def generate(
         step: A function of the state and tokens (B, 1) that gives the logits (B, V) of what follows, and the state
             after them, of the same shapes and dtypes.
         state: What `step` needs: the caches of all layers (`DecodeCache`), and parameters where it does not hold them.
-        tokens: The last token of each prompt, integers (B,): the first that `step` is given.
+        tokens: The last token of each prompt, integers (B,): the first that `step` is given. Tokens outside the
+            vocabulary are an error where they are known; a model gives NaN for them where they are traced.
         num_tokens: How many tokens to make.
         rng: A key of `jax.random`; needed unless `greedy`.
-        temperature: Logits are divided by it before a token is drawn; above 0.
+        temperature: Logits are divided by it before a token is drawn; finite and above 0.
         top_k: Draw only from the `top_k` likeliest tokens, or None for all.
         greedy: Take the likeliest token instead of drawing one.
 
     Returns:
-        The new tokens (B, num_tokens), in the dtype of `tokens`, and the state, which has seen all but the last.
+        The new tokens (B, num_tokens), in the dtype of `tokens`, and the state, which has seen all but the last. Where
+        logits hold NaN, or a traced `temperature` is not finite and above 0, there is nothing to choose: the token is
+        -1 (in an unsigned dtype its largest value).
 
     Raises:
         ValueError: If an argument is not as described.
@@ -56,30 +70,30 @@ def generate(
         >>> tokens.tolist(), int(count)
         ([[3, 4, 5, 6], [6, 7, 8, 9]], 4)
     """
-    tokens, num_tokens = _check_tokens(tokens), whole_number("num_tokens", num_tokens)
-    top_k = None if top_k is None else whole_number("top_k", top_k)
-    _check_choice(rng, temperature, top_k, greedy)
+    check_callable("step", step)
+    _check_tokens(tokens)
+    num_tokens = check_int("num_tokens", num_tokens, most=MOST_POSITIONS)
+    top_k = check_sampling(rng, temperature, top_k, greedy)
+    tokens = jnp.asarray(tokens)
+    heat = None if greedy else _checked_heat(temperature)
 
     def choose(logits: Array, key: Array | None) -> Array:
-        if key is None:
+        if key is None or heat is None:
             return logits.argmax(axis=-1)
-        heat = jnp.asarray(temperature).astype(logits.dtype)
         if top_k is None:
-            return jax.random.categorical(key, logits / heat)
+            return jax.random.categorical(key, logits / heat.astype(logits.dtype))
         likeliest, which = lax.top_k(logits, top_k)
-        drawn = jax.random.categorical(key, likeliest / heat)
+        drawn = jax.random.categorical(key, likeliest / heat.astype(logits.dtype))
         return jnp.take_along_axis(which, drawn[:, None], axis=1)[:, 0]
 
     def advance(carry: tuple[State, Array], key: Array | None) -> tuple[tuple[State, Array], Array]:
         state, last = carry
         logits, state = step(state, last[:, None])
-        if logits.ndim != 2 or logits.shape[0] != tokens.shape[0]:
-            raise ValueError(f"`step` must give logits of shape ({tokens.shape[0]}, vocabulary), got {logits.shape}.")
-        if top_k is not None and top_k > logits.shape[1]:
-            raise ValueError(f"`top_k` must be at most the vocabulary {logits.shape[1]}, got {top_k}.")
-        if logits.shape[1] - 1 > jnp.iinfo(tokens.dtype).max:
-            raise ValueError(f"`tokens` must have a dtype that holds {logits.shape[1]} tokens, got {tokens.dtype}.")
-        chosen = choose(logits, key).astype(tokens.dtype)
+        _check_logits(logits, tokens, top_k)
+        is_nan = jnp.isnan(logits).any(axis=-1)
+        is_nan = is_nan | jnp.isnan(heat) if isinstance(heat, jax.core.Tracer) else is_nan
+        debug.report("logits", "NaN (rows of a batch)", lambda: is_nan)
+        chosen = jnp.where(is_nan, -1, choose(logits, key)).astype(tokens.dtype)
         return (state, chosen), chosen
 
     keys = None if greedy or rng is None else jax.random.split(rng, num_tokens)
@@ -87,28 +101,68 @@ def generate(
     return made.T, state
 
 
-def _check_tokens(tokens: Array) -> Array:
-    if not hasattr(tokens, "dtype") or not jnp.issubdtype(tokens.dtype, jnp.integer) or len(tokens.shape) != 1:
-        given = f"{tokens.dtype} of {tokens.shape}" if hasattr(tokens, "dtype") else type(tokens).__name__
-        raise ValueError(f"`tokens` must be an integer array of shape (batch,), got {given}.")
-    return jnp.asarray(tokens)
-
-
-def _check_choice(rng: Array | None, temperature: float | Array, top_k: int | None, greedy: bool) -> None:
-    if not isinstance(greedy, bool):
-        raise ValueError(f"`greedy` must be a bool, got {greedy!r}.")
-    if not _is_positive(temperature):
-        raise ValueError(f"`temperature` must be a finite number above 0, got {temperature!r}.")
-    if greedy and not (rng is None and top_k is None and not isinstance(temperature, Array) and temperature == 1):
-        raise ValueError("`rng`, `temperature` and `top_k` must not be given with `greedy=True`, which draws nothing.")
-    if not greedy and rng is None:
+def check_sampling(rng: object, temperature: object, top_k: object, greedy: object) -> int | None:
+    """Checks how tokens are chosen, and returns `top_k`."""
+    is_greedy = check_bool("greedy", greedy)
+    is_array = isinstance(temperature, jax.Array)
+    if not is_array:
+        check_positive("temperature", temperature)
+    elif not _is_positive_scalar(cast(Array, temperature)):
+        raise ValueError(f"`temperature` must be a finite number above 0, got {shown(temperature)}.")
+    count = None if top_k is None else check_int("top_k", top_k)
+    if is_greedy:
+        given = {"rng": rng, "top_k": top_k, "temperature": None if not is_array and temperature == 1 else temperature}
+        for name, value in given.items():
+            if value is not None:
+                raise ValueError(
+                    "`rng`, `temperature` and `top_k` must not be given with `greedy=True`, which draws nothing, got "
+                    f"`{name}` {shown(value)}."
+                )
+    elif rng is None:
         raise ValueError("`rng` must be given unless `greedy=True`, got None.")
+    else:
+        check_key("rng", rng)
+    return count
 
 
-def _is_positive(x: object) -> bool:
-    """Whether `x` is a finite number above 0, as far as that is known before the program runs."""
-    if isinstance(x, Array):
-        return x.ndim == 0 and jnp.issubdtype(x.dtype, jnp.floating)
-    if isinstance(x, bool) or not isinstance(x, int | float | np.number):
+def _check_tokens(tokens: object) -> None:
+    if not isinstance(tokens, np.ndarray | jax.Array) or len(tokens.shape) != 1:
+        given = f"{tokens.dtype} of {tokens.shape}" if isinstance(tokens, np.ndarray | jax.Array) else shown(tokens)
+        raise ValueError(f"`tokens` must be an integer array of shape (batch,), got {given}.")
+    check_array("tokens", tokens, "integer")
+    found = known(tokens)
+    if found is not None and found.min() < 0:
+        raise ValueError(f"`tokens` must be at least 0, got {shown(found.tolist())}.")
+
+
+def _check_logits(logits: Array, tokens: Array, top_k: int | None) -> None:
+    """Checks what `step` returned against the arguments."""
+    if not hasattr(logits, "shape") or len(logits.shape) != 2 or logits.shape[0] != tokens.shape[0]:
+        given = getattr(logits, "shape", type(logits).__name__)
+        raise ValueError(f"`step` must give logits of shape ({tokens.shape[0]}, vocabulary), got {given}.")
+    size = logits.shape[1]
+    if top_k is not None and top_k > size:
+        raise ValueError(f"`top_k` must be at most the vocabulary {size}, got {top_k}.")
+    if size - 1 > jnp.iinfo(tokens.dtype).max:
+        raise ValueError(f"`tokens` must have a dtype that holds {size} tokens, got {tokens.dtype}.")
+    found = known(tokens)
+    if found is not None and found.max() >= size:
+        raise ValueError(f"`tokens` must be below the vocabulary {size}, got {shown(found.tolist())}.")
+
+
+def _checked_heat(temperature: float | Array) -> Array:
+    """The temperature as an array, NaN where it turns out to be unfit at run time."""
+    heat = jnp.asarray(temperature)
+    if not isinstance(temperature, jax.core.Tracer):
+        return heat
+    is_fit = (heat > 0) & (heat < jnp.inf)
+    debug.report("temperature", "not finite numbers above 0", lambda: ~is_fit)
+    return jnp.where(is_fit, heat, jnp.nan)
+
+
+def _is_positive_scalar(x: Array) -> bool:
+    """Whether this is a floating-point scalar, finite and above 0 if its value is known."""
+    if x.ndim != 0 or not jnp.issubdtype(x.dtype, jnp.floating):
         return False
-    return 0 < float(x) < math.inf
+    found = known(x)
+    return found is None or 0 < float(found) < math.inf

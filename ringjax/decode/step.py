@@ -18,12 +18,12 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from ringjax import softmax
-from ringjax.checks import AttentionShape, check_inputs
+from ringjax.checks import AttentionShape, check_inputs, check_instance
 from ringjax.decode.cache import (
     DecodeCache,
     cache_specs,
-    check_numbers,
     check_ring,
+    clipped_counts,
     held_positions,
     offset_table,
     placed,
@@ -93,13 +93,14 @@ def decode_step(
         >>> bool(jax.numpy.allclose(out, whole[:, 99:], atol=1e-5)), int(cache.lengths[0])
         (True, 100)
     """
-    if not isinstance(cache, DecodeCache):
-        raise ValueError(f"`cache` must be a DecodeCache, got {type(cache).__name__}.")
+    check_instance("cache", cache, DecodeCache)
     shape = check_inputs(query, key, value, cache.pattern, True, None, None, scale)
     _check_like_cache(cache, key)
+    if ring is not None:
+        check_instance("ring", ring, Ring)
+    batch, length = key.shape[:2]
+    real = jnp.full(batch, length, jnp.int32) if counts is None else clipped_counts("counts", counts, batch, length)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    most = shape.stored_length
-    real = jnp.full(shape.batch, most, jnp.int32) if counts is None else check_numbers("counts", counts, *key.shape[:2])
     offsets = jnp.asarray(offset_table(cache))
     alike_heads = tuple(max(Counter(branch.offsets).values(), default=0) for branch in cache.branches)
     step = functools.partial(_step, shape=shape, alike_heads=alike_heads)
@@ -237,8 +238,8 @@ def _over_ring(part: Partial, axis_name: AxisName) -> Partial:
     peak = lax.pmax(part.lse, axis_name)
     weight = jnp.exp(part.lse - jnp.where(peak == -jnp.inf, 0, peak))
     out, total = lax.psum((part.out * weight[..., None], weight), axis_name)
-    safe = jnp.where(total > 0, total, 1)
-    return Partial(out / safe[..., None], jnp.where(total > 0, peak + jnp.log(safe), -jnp.inf))
+    safe = jnp.where(total == 0, 1, total)  # NaN stays NaN
+    return Partial(out / safe[..., None], peak + jnp.log(safe))
 
 
 def _slots(

@@ -11,13 +11,17 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
+from ringjax.checks import check_ids, check_instance, check_int, check_key, check_row_positions
 from ringjax.decode import DecodeCache
 from ringjax.devices import Ring
+from ringjax.layout import layout_for
+from ringjax.layout import positions as stored_positions
 from ringjax.models.config import LongNetConfig
 from ringjax.nnx import DilatedSelfAttention
 from ringjax.precision import compute_dtype
@@ -101,6 +105,37 @@ class BlockStack(nnx.Module):
         self.blocks = blocks(rngs)
         self.norm = layer_norm(config, config.features, rngs=rngs)
 
+    def check_rows(
+        self,
+        shape: tuple[int, ...],
+        segment_ids: Array | None,
+        seq_len: int | None,
+        positions: Array | None,
+        dropout_rng: Array | None,
+    ) -> None:
+        """Checks what a call is told about rows (B, T)."""
+        if segment_ids is not None:
+            check_ids("segment_ids", segment_ids, shape)
+        if seq_len is not None and check_int("seq_len", seq_len) > shape[1]:
+            raise ValueError(f"`seq_len` must be between 1 and the stored length {shape[1]}, got {seq_len}.")
+        if positions is not None:
+            check_row_positions(positions, shape[0], shape[1])
+        if dropout_rng is not None:
+            check_key("dropout_rng", dropout_rng)
+
+    def is_real(self, segment_ids: Array | None, seq_len: int | None, length: int) -> Array | None:
+        """Which rows (B, T), or (1, T), are not padding; None if all."""
+        real = None if segment_ids is None else jnp.asarray(segment_ids) >= 0
+        if seq_len is None:
+            return real
+        inside = self.stored_positions(length)[None] < seq_len
+        return inside if real is None else real & inside
+
+    def stored_positions(self, length: int) -> Array:
+        """Position in the sequence of each stored row, (T,)."""
+        size = 1 if self.ring is None else self.ring.size("axis_name")
+        return stored_positions("contiguous" if self.ring is None else layout_for(self.ring.layout, size), length, size)
+
     def features(self, x: Array, dropout_rng: Array | None, **where: Any) -> Array:  # noqa: ANN401
         """The stream after all blocks, normed; with a key, each block drops weights of its attention."""
         keys = None if dropout_rng is None else jax.random.split(dropout_rng, self.config.num_layers)
@@ -130,6 +165,14 @@ class BlockStack(nnx.Module):
             return None
         spec = PartitionSpec(self.ring.batch_axis, self.ring.axis_name if over_ring else None, None)
         return NamedSharding(self.ring.resolve(), spec)
+
+
+def check_model(config: LongNetConfig, ring: Ring | None, rngs: nnx.Rngs) -> None:
+    """Checks what a model is made of."""
+    check_instance("config", config, LongNetConfig)
+    if ring is not None:
+        check_instance("ring", ring, Ring)
+    check_instance("rngs", rngs, nnx.Rngs)
 
 
 def layer_norm(config: LongNetConfig, features: int, *, rngs: nnx.Rngs) -> nnx.LayerNorm:

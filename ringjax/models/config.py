@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, get_args
+from typing import Any
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ringjax.checks import check_rate
-from ringjax.pattern import DilationPattern, whole_number
-from ringjax.self_attention import PositionKind
+from ringjax.checks import (
+    MOST_HEADS,
+    MOST_POSITIONS,
+    check_bool,
+    check_dtype,
+    check_heads,
+    check_int,
+    check_pattern,
+    check_positive,
+    check_rate,
+    check_size,
+)
+from ringjax.pattern import DilationPattern
+from ringjax.self_attention import PositionKind, check_position_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,30 +83,36 @@ class LongNetConfig:
     param_dtype: DTypeLike = jnp.float32
 
     def __post_init__(self) -> None:
-        if not isinstance(self.pattern, DilationPattern):
-            raise ValueError(f"`pattern` must be a DilationPattern, got {type(self.pattern).__name__}.")
-        for name in ("num_layers", "features", "num_heads"):
-            whole_number(name, getattr(self, name))
-        for name in ("vocab_size", "input_features", "num_kv_heads", "head_dim", "hidden_features"):
+        check_pattern(self.pattern)
+        check_int("num_layers", self.num_layers, most=MOST_HEADS)
+        check_int("features", self.features, most=MOST_POSITIONS)
+        check_heads(self.num_heads, self.num_kv_heads)
+        for name in ("vocab_size", "input_features", "head_dim", "hidden_features"):
             if getattr(self, name) is not None:
-                whole_number(name, getattr(self, name))
+                check_int(name, getattr(self, name), most=MOST_POSITIONS)
         for name in ("sub_norm", "use_bias", "tie_embeddings", "remat", "scan_layers"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"`{name}` must be a bool, got {getattr(self, name)!r}.")
+            check_bool(name, getattr(self, name))
         if self.head_dim is None and self.features % self.num_heads:
             raise ValueError(
                 "`features` must be a multiple of `num_heads` where `head_dim` is not given, got "
                 f"{self.features} and {self.num_heads}."
             )
-        if self.num_heads % (self.num_kv_heads or self.num_heads):
-            raise ValueError(
-                f"`num_heads` must be a multiple of `num_kv_heads`, got {self.num_heads} and {self.num_kv_heads}."
-            )
-        if self.positions is not None and self.positions not in get_args(PositionKind):
-            raise ValueError(f"`positions` must be None or one of {get_args(PositionKind)}, got {self.positions!r}.")
+        dim = self.features // self.num_heads if self.head_dim is None else self.head_dim
+        check_position_kind(self.positions, dim)
         check_rate(self.attention_dropout_rate, "attention_dropout_rate")
-        if not self.norm_epsilon > 0:
-            raise ValueError(f"`norm_epsilon` must be above 0, got {self.norm_epsilon!r}.")
+        check_positive("norm_epsilon", self.norm_epsilon)
+        if self.dtype is not None:
+            check_dtype("dtype", self.dtype)
+        check_dtype("param_dtype", self.param_dtype)
+        self._check_sizes(dim)
+
+    def _check_sizes(self, head_dim: int) -> None:
+        """Checks that the largest parameters can be allocated."""
+        hidden, rows = self.hidden_features or 4 * self.features, max(self.vocab_size or 1, self.input_features or 1)
+        names = "`num_layers`, `features`, `num_heads` and `head_dim`"
+        check_size(names, (self.num_layers, self.features, self.num_heads, head_dim))
+        check_size("`num_layers`, `features` and `hidden_features`", (self.num_layers, self.features, hidden))
+        check_size("`features`, `vocab_size` and `input_features`", (rows, self.features))
 
     @classmethod
     def tiny(cls, **changes: Any) -> LongNetConfig:  # noqa: ANN401

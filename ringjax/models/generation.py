@@ -13,11 +13,14 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
+from ringjax import debug
+from ringjax.checks import MOST_POSITIONS, check_counts, check_int, check_tokens, known
 from ringjax.decode import DecodeCache, generate
-from ringjax.decode.cache import check_numbers, placed
+from ringjax.decode.cache import clipped_counts, placed
+from ringjax.decode.sampling import check_sampling
 from ringjax.devices import Ring
 from ringjax.layout import to_layout
-from ringjax.pattern import whole_number
+from ringjax.models.vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
     from ringjax.models.model import LongNetDecoder
@@ -31,6 +34,7 @@ class Choice(NamedTuple):
     temperature: float | None  # None where it is an array
     top_k: int | None
     greedy: bool
+    reports: bool  # whether the program reports, see `ringjax.debug`
 
 
 def continued(
@@ -46,19 +50,25 @@ def continued(
     greedy: bool,
 ) -> Array:
     """What `LongNetDecoder.generate` gives."""
-    if prompt.ndim != 2 or 0 in prompt.shape:
+    if len(getattr(prompt, "shape", (0, 0))) != 2:
         raise ValueError(f"`prompt` must have the shape (batch, length), got {prompt.shape}.")
+    check_tokens("prompt", prompt)
     batch, length = prompt.shape
-    num_tokens = whole_number("num_tokens", num_tokens)
-    if lengths is None:
-        lengths = np.full(batch, length, np.int32)
-    if not isinstance(lengths, jax.core.Tracer) and np.min(np.asarray(lengths)) < 1:
-        raise ValueError(f"`lengths` must be at least 1 for `generate`, got {np.asarray(lengths).tolist()}.")
-    given = check_numbers("lengths", lengths, batch, length)
-    max_len = length + num_tokens if max_len is None else whole_number("max_len", max_len, least=length)
-    heat, fixed_heat = (temperature, None) if isinstance(temperature, Array) else (None, temperature)
+    num_tokens = check_int("num_tokens", num_tokens, most=MOST_POSITIONS)
+    lengths = np.full(batch, length, np.int32) if lengths is None else check_counts("lengths", lengths, batch, length)
+    ends = known(lengths)
+    if ends is not None and ends.min() < 1:
+        raise ValueError(f"`lengths` must be at least 1 for `generate`, got {ends.tolist()}.")
+    check_vocabulary("prompt", prompt, model.embed.num_embeddings, lengths)
+    top_k = check_sampling(rng, temperature, top_k, greedy)
+    if top_k is not None and top_k > model.embed.num_embeddings:
+        raise ValueError(f"`top_k` must be at most the vocabulary {model.embed.num_embeddings}, got {top_k}.")
+    max_len = length + num_tokens if max_len is None else check_int("max_len", max_len, length, MOST_POSITIONS)
+    heat, fixed_heat = (temperature, None) if isinstance(temperature, Array) else (None, float(temperature))
+    choice = Choice(num_tokens, max_len, fixed_heat, top_k, greedy, debug.is_enabled())
+    given = clipped_counts("lengths", lengths, batch, length, least=1)
     graph, state = nnx.split(model)
-    return _run(graph, state, prompt, given, rng, heat, Choice(num_tokens, max_len, fixed_heat, top_k, greedy))
+    return _run(graph, state, prompt, given, rng, heat, choice)
 
 
 @functools.partial(jax.jit, static_argnames="choice")

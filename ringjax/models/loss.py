@@ -10,7 +10,9 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from ringjax.pattern import whole_number
+from ringjax import debug
+from ringjax.checks import check_array, check_int, check_integers
+from ringjax.models.vocabulary import is_outside
 
 
 def next_token_targets(
@@ -39,18 +41,16 @@ def next_token_targets(
         >>> targets.tolist(), weights.tolist()
         ([[6, 7, 0, 0]], [[1.0, 1.0, 0.0, 0.0]])
     """
-    tokens = jnp.asarray(tokens)
-    if tokens.ndim != 2 or not jnp.issubdtype(tokens.dtype, jnp.integer):
-        raise ValueError(f"`tokens` must be integers of shape (batch, length), got {tokens.dtype} of {tokens.shape}.")
+    tokens = check_integers("tokens", tokens, "(batch, length)")
+    ids = None if segment_ids is None else check_integers("segment_ids", segment_ids, "(batch, length)", tokens.shape)
     length = tokens.shape[1]
-    seq_len = length if seq_len is None else whole_number("seq_len", seq_len)
+    seq_len = length if seq_len is None else check_int("seq_len", seq_len)
     if seq_len > length:
         raise ValueError(f"`seq_len` must be at most the length {length} of `tokens`, got {seq_len}.")
+    tokens = jnp.asarray(tokens)
     has_next = jnp.broadcast_to(jnp.arange(length)[None] < seq_len - 1, tokens.shape)
-    if segment_ids is not None:
-        ids = jnp.asarray(segment_ids)
-        if ids.shape != tokens.shape or not jnp.issubdtype(ids.dtype, jnp.integer):
-            raise ValueError(f"`segment_ids` must be integers of shape {tokens.shape}, got {ids.dtype} of {ids.shape}.")
+    if ids is not None:
+        ids = jnp.asarray(ids)
         has_next &= (ids == jnp.roll(ids, -1, axis=1)) & (ids >= 0)
     return jnp.where(has_next, jnp.roll(tokens, -1, axis=1), 0), has_next.astype(jnp.float32)
 
@@ -59,12 +59,13 @@ def token_loss(logits: Array, targets: Array, weights: Array) -> tuple[Array, Ar
     """Cross entropy of tokens, summed, and the sum of their weights; ``loss = loss_sum / weight_sum``.
 
     Each token counts by itself, so all layouts give the same sums, and arrays that are sharded stay where they are.
-    Tokens of weight 0 take no part, whatever their logits.
+    Tokens of weight 0 take no part, whatever their logits and targets (-100, say). A target outside the vocabulary with
+    another weight makes the loss NaN, and the gradient of its logits too, eagerly and under `jit`.
 
     Args:
         logits: Logits (B, T, V).
-        targets: Integers (B, T) below V, see `next_token_targets`.
-        weights: Weights (B, T).
+        targets: Integers (B, T) from 0 to V - 1 where weights are not 0, see `next_token_targets`.
+        weights: Weights (B, T), numbers or bools.
 
     Returns:
         Sum of weight times cross entropy, and sum of the weights, in float32.
@@ -80,17 +81,21 @@ def token_loss(logits: Array, targets: Array, weights: Array) -> tuple[Array, Ar
         >>> print((loss_sum / weight_sum).round(4), jnp.log(8).round(4))
         2.0794 2.0794
     """
-    if logits.ndim != 3 or targets.shape != logits.shape[:2] or weights.shape != targets.shape:
+    check_array("logits", logits, "floating point")
+    check_array("targets", targets, "integer")
+    check_array("weights", weights, "number")
+    if len(logits.shape) != 3 or targets.shape != logits.shape[:2] or weights.shape != targets.shape:
         raise ValueError(
             "`targets` and `weights` must have the (batch, length) of `logits`, got "
             f"{targets.shape}, {weights.shape} and {logits.shape}."
         )
-    if not jnp.issubdtype(targets.dtype, jnp.integer):
-        raise ValueError(f"`targets` must be integers, got {targets.dtype}.")
+    logits, targets, weights = (jnp.asarray(x) for x in (logits, targets, weights))
     logits, weights = logits.astype(jnp.float32), weights.astype(jnp.float32)
     logits = jnp.where(weights[..., None] != 0, logits, 0)
+    is_bad = is_outside(targets, logits.shape[2]) & (weights != 0)
+    debug.report("targets", "outside the vocabulary, with a weight", lambda: is_bad)
     token = lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[2]), 2)
-    chosen = jnp.where(token == targets.astype(jnp.int32)[..., None], logits, 0).sum(
-        axis=-1
-    )  # no gather: logits may be sharded
-    return (weights * (jax.nn.logsumexp(logits, axis=-1) - chosen)).sum(), weights.sum()
+    is_target = token == targets.astype(jnp.int32)[..., None]
+    chosen = jnp.where(is_target, logits, 0).sum(axis=-1)  # no gather: logits may be sharded
+    each = jax.nn.logsumexp(logits, axis=-1) - chosen
+    return (jnp.where(is_bad, jnp.nan, weights) * each).sum(), weights.sum()

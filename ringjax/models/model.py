@@ -25,14 +25,22 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike
 
+from ringjax.checks import (
+    MOST_POSITIONS,
+    check_array,
+    check_bool,
+    check_counts,
+    check_instance,
+    check_int,
+    check_tokens,
+)
 from ringjax.decode import DecodeCache, init_cache
 from ringjax.decode.cache import cache_specs, placed
 from ringjax.devices import Ring
-from ringjax.layout import layout_for
-from ringjax.layout import positions as stored_positions
-from ringjax.models.block import BlockStack, nth
+from ringjax.models.block import BlockStack, check_model, nth
 from ringjax.models.config import LongNetConfig
 from ringjax.models.generation import continued
+from ringjax.models.vocabulary import lookup
 
 
 class LongNetDecoder(BlockStack):
@@ -59,6 +67,7 @@ class LongNetDecoder(BlockStack):
     """
 
     def __init__(self, config: LongNetConfig, *, ring: Ring | None = None, rngs: nnx.Rngs) -> None:
+        check_model(config, ring, rngs)
         if config.vocab_size is None:
             raise ValueError("`vocab_size` must be given for a decoder, got None.")
         if config.input_features is not None:
@@ -84,12 +93,16 @@ class LongNetDecoder(BlockStack):
         """Logits (B, T, V) of what follows each token, in float32.
 
         Args:
-            tokens: Integers (B, T), in the layout of the ring if there is one.
+            tokens: Integers (B, T) from 0 to V - 1, in the layout of the ring if there is one. Others give NaN, except
+                where they are padding, which may hold anything.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
             positions: Position of each token, integers (T,) or (B, T); by default that in the sequence.
             dropout_rng: A key for the dropout of attention weights; without one, or after `eval()`, nothing is dropped.
         """
-        x = self.embed(tokens, out_sharding=self.sharding())
+        check_tokens("tokens", tokens)
+        self.check_rows(tokens.shape, segment_ids, seq_len, positions, dropout_rng)
+        is_real = self.is_real(segment_ids, seq_len, tokens.shape[1])
+        x = lookup(self.embed, "tokens", tokens, is_real, self.sharding())
         x = self.features(x, dropout_rng, segment_ids=segment_ids, seq_len=seq_len, positions=positions)
         return self._logits(x)
 
@@ -103,12 +116,19 @@ class LongNetDecoder(BlockStack):
         """Logits (B, T, V) of a whole prompt, as a call gives them, and the caches after it.
 
         Args:
-            tokens: Integers (B, T), in the layout of the ring if there is one.
+            tokens: Integers (B, T), as in a call.
             max_len: As for `init_caches`, at least T.
             lengths: True length of each prompt, integers (B,) from 0 to T; T by default. Later tokens are padding.
         """
-        empty = self._empty_cache(tokens.shape[0], max_len)
-        x = self.embed(tokens, out_sharding=self.sharding())
+        check_tokens("tokens", tokens)
+        batch, length = tokens.shape
+        core, is_real = self.blocks.attention.core, None
+        core.check_prompt(length, check_int("max_len", max_len, most=MOST_POSITIONS), lengths)
+        if lengths is not None:
+            ends = jnp.asarray(check_counts("lengths", lengths, batch, length))
+            is_real = self.stored_positions(length)[None] < ends[:, None]
+        empty = self._empty_cache(batch, max_len)
+        x = lookup(self.embed, "tokens", tokens, is_real, self.sharding())
         x, stacked = self.run(lambda block, x, _: block.prefill(x, empty, lengths), x)
         return self._logits(self.norm(x)), tuple(nth(stacked, i) for i in range(self.config.num_layers))
 
@@ -120,14 +140,22 @@ class LongNetDecoder(BlockStack):
         The blocks run one after the other, so that the rows of their caches are overwritten where they stand.
 
         Args:
-            tokens: Integers (B, n), whole on each device of the ring if there is one.
+            tokens: Integers (B, n), as in a call, whole on each device of the ring if there is one.
             caches: From `init_caches`, `prefill` or the tokens before.
             counts: How many of the n tokens each entry really has, as for `ringjax.decode_step`.
         """
-        if len(caches) != self.config.num_layers:
-            raise ValueError(f"`caches` must be {self.config.num_layers} caches, one per block, got {len(caches)}.")
+        check_tokens("tokens", tokens)
+        if not isinstance(caches, tuple | list) or len(caches) != self.config.num_layers:
+            given = len(caches) if isinstance(caches, tuple | list) else type(caches).__name__
+            raise ValueError(f"`caches` must be {self.config.num_layers} caches, one per block, got {given}.")
+        for i, cache in enumerate(caches):
+            check_instance(f"caches[{i}]", cache, DecodeCache)
+        is_real = None
+        if counts is not None:
+            ends = jnp.asarray(check_counts("counts", counts, *tokens.shape))
+            is_real = jnp.arange(tokens.shape[1], dtype=ends.dtype)[None] < ends[:, None]
         graph, state = nnx.split(self.blocks)
-        x, after = self.embed(tokens, out_sharding=self.sharding(over_ring=False)), []
+        x, after = lookup(self.embed, "tokens", tokens, is_real, self.sharding(over_ring=False)), []
         for i, cache in enumerate(caches):
             x, cache = nnx.merge(graph, nth(state, i)).extend(x, cache, counts)  # noqa: PLW2901
             after.append(cache)
@@ -148,7 +176,8 @@ class LongNetDecoder(BlockStack):
         """Continues prompts: `num_tokens` tokens (B, num_tokens) after each. Compiled once for all tokens and calls.
 
         Args:
-            prompt: Integers (B, T), in the order of the sequence, on a ring too.
+            prompt: Integers (B, T), in the order of the sequence, on a ring too. Tokens outside the vocabulary are an
+                error where they are known; where they are traced, all new tokens are -1, see `ringjax.generate`.
             num_tokens: How many tokens to make.
             lengths: True length of each prompt, integers (B,) from 1 to T; T by default. Later tokens are padding.
             max_len: As for `init_caches`, ``T + num_tokens`` by default.
@@ -192,6 +221,7 @@ class LongNetEncoder(BlockStack):
     """
 
     def __init__(self, config: LongNetConfig, *, ring: Ring | None = None, rngs: nnx.Rngs) -> None:
+        check_model(config, ring, rngs)
         if config.vocab_size is not None and config.input_features is not None:
             raise ValueError(
                 "only one of `vocab_size` and `input_features` may be given for an encoder, got "
@@ -218,25 +248,39 @@ class LongNetEncoder(BlockStack):
         """Features (B, T, F), or their mean (B, F) over all positions that are not padding.
 
         Args:
-            inputs: Integers (B, T), vectors (B, T, input_features) or the stream (B, T, F), in the layout of the ring
-                if there is one.
+            inputs: Integers (B, T) from 0 to V - 1 (others give NaN, except where they are padding), vectors
+                (B, T, input_features) or the stream (B, T, F), in the layout of the ring if there is one.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
             positions: Position of each row, integers (T,) or (B, T); by default that in the sequence.
             dropout_rng: A key for the dropout of attention weights; without one nothing is dropped.
             pool: Whether the mean is taken.
         """
-        dtype, sharding = jnp.dtype(self.config.dtype), self.sharding()
-        x = inputs.astype(dtype) if self.embed is None else self.embed(inputs, out_sharding=sharding)
+        check_bool("pool", pool)
+        rows = self._check_inputs(inputs)
+        self.check_rows(rows, segment_ids, seq_len, positions, dropout_rng)
+        is_real = self.is_real(segment_ids, seq_len, rows[1])
+        if isinstance(self.embed, nnx.Embed):
+            x = lookup(self.embed, "inputs", inputs, is_real, self.sharding())
+        elif self.embed is not None:
+            x = self.embed(inputs, out_sharding=self.sharding())
+        else:
+            x = jnp.asarray(inputs).astype(jnp.dtype(self.config.dtype))
         x = self.features(x, dropout_rng, segment_ids=segment_ids, seq_len=seq_len, positions=positions)
-        return self._mean(x, segment_ids, seq_len) if pool else x
+        return self._mean(x, is_real) if pool else x
 
-    def _mean(self, x: Array, segment_ids: Array | None, seq_len: int | None) -> Array:
-        batch, length = x.shape[:2]
-        is_real = jnp.ones((batch, length), bool) if segment_ids is None else segment_ids >= 0
-        if seq_len is not None:
-            size = 1 if self.ring is None else self.ring.size("axis_name")
-            layout = "contiguous" if self.ring is None else layout_for(self.ring.layout, size)
-            is_real &= stored_positions(layout, length, size)[None] < seq_len
+    def _check_inputs(self, inputs: Array) -> tuple[int, int]:
+        """Checks the inputs, and returns batch and length."""
+        if self.config.vocab_size is not None:
+            check_tokens("inputs", inputs)
+            return inputs.shape[0], inputs.shape[1]
+        check_array("inputs", inputs, "floating point", ("batch", "length", "features"))
+        width = self.config.input_features or self.config.features
+        if inputs.shape[2] != width:
+            raise ValueError(f"`inputs` must have {width} features in their last axis, got shape {inputs.shape}.")
+        return inputs.shape[0], inputs.shape[1]
+
+    def _mean(self, x: Array, is_real: Array | None) -> Array:
+        is_real = jnp.broadcast_to(True if is_real is None else is_real, x.shape[:2])
         rows = jnp.where(is_real[..., None], x.astype(jnp.float32), 0)  # padding may hold NaN
         count = jnp.maximum(is_real.sum(axis=1, dtype=jnp.float32), 1)
         return (rows.sum(axis=1) / count[:, None]).astype(x.dtype)

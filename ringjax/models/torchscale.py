@@ -16,6 +16,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
+from ringjax.checks import check_instance, check_int, shown
 from ringjax.devices import Ring
 from ringjax.models.config import LongNetConfig
 from ringjax.models.model import LongNetDecoder, LongNetEncoder
@@ -84,6 +85,12 @@ def from_torchscale(
         >>> encoder(np.ones((1, 16, 8), np.float32)).shape, encoder.config.pattern.offsets
         ((1, 16, 8), 'block')
     """
+    check_instance("state_dict", state_dict, Mapping)
+    for name in state_dict:
+        check_instance("state_dict", name, str)
+    if ring is not None:
+        check_instance("ring", ring, Ring)
+    num_heads = check_int("num_heads", num_heads)
     prefix, kind = _prefix_and_kind(state_dict, kind)
     weights = {name.removeprefix(prefix): np.asarray(x) for name, x in state_dict.items() if name.startswith(prefix)}
     num_layers = len({found[1] for name in weights if (found := re.match(r"layers\.(\d+)\.", name))})
@@ -112,9 +119,8 @@ def from_torchscale(
         "norm_epsilon": 1e-5,
     }
     if taken := sorted(set(changes) & (set(fields) - {"norm_epsilon"})):
-        raise ValueError(
-            f"fields that the state dict tells must not be changed, got {', '.join(f'`{x}`' for x in taken)}."
-        )
+        given = ", ".join(f"`{name}` {shown(changes[name])}" for name in taken)
+        raise ValueError(f"fields that the state dict tells must not be changed, got {given}.")
     config = LongNetConfig(**{**fields, **changes})
     pairs = weights[f"layers.0.{XPOS}"].size if has_xpos else 0
     if has_xpos and 2 * pairs * num_heads != features:
@@ -128,7 +134,9 @@ def _prefix_and_kind(state_dict: Mapping[str, ArrayLike], kind: Kind | None) -> 
     first = "layers.0.self_attn.q_proj.weight"
     prefixes = [name.removesuffix(first) for name in state_dict if name.endswith(first)]
     if len(prefixes) != 1:
-        raise ValueError(f"`state_dict` must have one name that ends with {first!r}, got {len(prefixes)}.")
+        raise ValueError(
+            f"`state_dict` must have one name that ends with {first!r}, got {len(prefixes)} of {len(state_dict)}."
+        )
     told = [each for each in get_args(Kind) if each in prefixes[0]]
     kind = told[0] if kind is None and len(told) == 1 else kind
     if kind is None or kind not in get_args(Kind):

@@ -1,0 +1,58 @@
+"""Tokens outside the vocabulary: NaN wherever they take part, nothing where they are padding.
+
+Legend: ``B`` batch, ``T`` length, ``F`` features, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import Array
+from jax.sharding import NamedSharding
+
+from ringjax import debug
+from ringjax.checks import known, shown
+
+
+def is_outside(tokens: Array, vocab_size: int) -> Array:
+    """Returns which tokens are below 0 or not below `vocab_size`, for any integer dtype.
+
+    Example:
+        >>> is_outside(jnp.array([-1, 0, 7, 8]), 8).tolist()
+        [True, False, False, True]
+    """
+    wide = tokens.astype(jnp.int32) if tokens.dtype.itemsize <= 4 else tokens  # of uint32, too large is below 0
+    return (wide < 0) | (wide >= vocab_size)
+
+
+def check_vocabulary(name: str, tokens: Array, vocab_size: int, lengths: Array | np.ndarray) -> None:
+    """Checks tokens (B, T), up to the lengths (B,), where the values of both are known."""
+    found, ends = known(tokens), known(lengths)
+    if found is None or ends is None:
+        return
+    real = [row[:end] for row, end in zip(found, ends, strict=True)]
+    least, most = min(row.min() for row in real), max(row.max() for row in real)
+    if least < 0 or most >= vocab_size:
+        raise ValueError(f"`{name}` must be from 0 to {vocab_size - 1}, got {shown(int(least))} to {shown(int(most))}.")
+
+
+def lookup(
+    embed: nnx.Embed, name: str, tokens: Array, is_real: Array | None, out_sharding: NamedSharding | None
+) -> Array:
+    """Returns the embeddings (B, T, F) of tokens (B, T), and NaN for tokens outside the vocabulary.
+
+    Where `is_real` is False a token is padding and may be anything: it is taken for token 0.
+    """
+    tokens = jnp.asarray(tokens)
+    tokens = tokens if is_real is None else jnp.where(is_real, tokens, 0)
+    debug.report(name, "outside the vocabulary", lambda: is_outside(tokens, embed.num_embeddings))
+    (table,) = embed.promote_dtype((embed.embedding[...],), dtype=embed.dtype, inexact=False)
+    if out_sharding is None:
+        return _rows(table, tokens)
+    return jax.sharding.auto_axes(_rows, out_sharding=out_sharding)(table, tokens)
+
+
+def _rows(table: Array, tokens: Array) -> Array:
+    return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

@@ -1,0 +1,474 @@
+"""The table of bad inputs: for every public callable, values of its arguments that it must refuse.
+
+`ROWS` is data. A value that is a function is called first: meshes and jax arrays are made when a row runs. `Also` holds
+a value with further arguments that make it bad.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import ring_mesh
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import ringjax as rj
+import ringjax.linen
+import ringjax.nnx
+from ringjax.models import (
+    LongNetConfig,
+    LongNetDecoder,
+    LongNetEncoder,
+    from_torchscale,
+    next_token_targets,
+    token_loss,
+)
+from ringjax.rotary import rotary, xpos
+
+PATTERN = rj.DilationPattern((4, 8), (1, 2))
+Q = np.zeros((2, 8, 4, 4), np.float32)
+HUGE, LONG = 2**60, np.full((2, 8), 2**40)
+NAN, INF = float("nan"), float("inf")
+
+
+class Also(NamedTuple):
+    """A value that is bad together with other arguments."""
+
+    value: object
+    others: dict
+
+
+class Row(NamedTuple):
+    """One bad value of one argument of one callable."""
+
+    function: str
+    argument: str
+    call: Callable
+    value: object
+    named: str  # the argument that the message names
+
+    def run(self):
+        value, others = self.value if isinstance(self.value, Also) else (self.value, {})
+        value = value() if isinstance(value, types.FunctionType) else value
+        others = {name: x() if isinstance(x, types.FunctionType) else x for name, x in others.items()}
+        return value, lambda: self.call(**{self.argument: value}, **others)
+
+
+ROWS: list[Row] = []
+
+
+def bad(function: str, call: Callable, named: dict[str, str] | None = None, **values: list) -> None:
+    """Adds rows: each of the values, given as this argument, is refused; `named` is for messages that name another."""
+    for argument, each in values.items():
+        ROWS.extend(Row(function, argument, call, value, (named or {}).get(argument, argument)) for value in each)
+
+
+def on_device(x):
+    return jnp.asarray(x)
+
+
+def struct():
+    return jax.ShapeDtypeStruct(Q.shape, np.float32)
+
+
+def mesh():
+    return ring_mesh(2)
+
+
+def typed_keys():
+    return jax.eval_shape(lambda: jax.random.split(jax.random.key(0), 3))
+
+
+BOOLS = [1, 0, "yes", None, [True]]
+COUNTS = [0, -1, 1.5, "8", True, [4], np.ones(2, int), HUGE * 2**10]
+FLOATS = [NAN, INF, "x", None, True, 1j, [1.0]]
+DTYPES = ["float33", "int32", np.int8, "complex64", 3, "float8_e4m3fn", (4, 8)]
+ARRAYS = [[1.0], "x", 3.0, None, Q[0], Q[None], Q.astype(np.int32), Q.astype(complex), Q[:0], Q[..., :0], struct]
+IDS = [[0], 3, np.zeros((2, 8)), np.zeros((2, 4), int), np.zeros(8, int), np.zeros((2, 8, 1), int), LONG, -LONG]
+IDS += [LONG.astype(np.uint64), np.zeros((2, 8), bool)]
+RINGS = ["ring", 2, mesh]
+KEYS = [0, "abc", 1.0, [0, 1], np.zeros(5, np.uint32), np.zeros(2, np.int32), np.zeros((2, 2), np.uint32), typed_keys]
+CHOICES = ["other", 1, ["x"], np.zeros(2)]
+BLOCK_SIZES = [(16, 16), 128, "big"]
+RATES = [-0.1, 1.0, 2, NAN, "half", None, True]
+TOKENS = [[[1, 2]], 5, np.zeros(8, int), np.zeros((2, 8, 1), int), np.zeros((2, 8)), np.zeros((0, 8), int)]
+TOKENS += [np.zeros((2, 0), int), LONG, LONG.astype(np.uint64), np.zeros((2, 8), bool)]
+
+
+# patterns
+def pattern(segment_lengths=(4, 8), dilation_rates=(1, 2), **keywords):
+    return rj.DilationPattern(segment_lengths, dilation_rates, **keywords)
+
+
+LISTS = [{4, 8}, frozenset((4, 8)), {4: 1, 8: 2}, "48", b"48", 4, None, (), (4.0, 8), (4, 0), (4, -8), (4, "8")]
+LISTS += [(4, True), (4, 2**60), np.ones((2, 2)), [[4, 8]], (4, NAN)]
+bad("DilationPattern", pattern, segment_lengths=LISTS, dilation_rates=LISTS)
+bad("DilationPattern", pattern, segment_lengths=[(4,), (4, 8, 16)], offsets=CHOICES, heads=CHOICES, mixing=CHOICES)
+bad("DilationPattern", lambda **k: pattern(heads="grouped", **k), offsets=["block", "none"], mixing=["detached"])
+bad("geometric", lambda first=4, last=16, ratio=2: rj.DilationPattern.geometric(first, last, ratio), first=COUNTS)
+bad("geometric", lambda **k: rj.DilationPattern.geometric(**{"first": 4, "last": 16, "ratio": 2} | k), last=COUNTS)
+bad("geometric", lambda **k: rj.DilationPattern.geometric(**{"first": 4, "last": 16, "ratio": 2} | k), ratio=COUNTS)
+bad("geometric", lambda last: rj.DilationPattern.geometric(4, last, 2), last=[10, 2**200])
+bad("longnet", rj.DilationPattern.longnet, offsets=CHOICES, heads=CHOICES, mixing=CHOICES)
+bad("for_length", rj.DilationPattern.for_length, max_len=[*COUNTS, 2**200, 10**5000])
+bad("for_length", lambda **k: rj.DilationPattern.for_length(4096, **k), first=COUNTS, branches=[*COUNTS, 1, 10**6])
+bad("branches", lambda **k: PATTERN.branches(**{"num_kv_heads": 2} | k), num_kv_heads=COUNTS, seq_len=COUNTS)
+bad("coverage", lambda **k: PATTERN.coverage(**{"num_heads": 2} | k), num_heads=COUNTS, seq_len=COUNTS)
+bad("BlockSizes", lambda **k: rj.BlockSizes(**{"query": 16, "key": 16} | k), query=[*COUNTS, 8, 24], key=[15, None])
+bad("BlockSizes", lambda **k: rj.BlockSizes(16, 16, **k), grad_query=[-16, 24, "x"], grad_key=[1, 2.0, False])
+
+
+# attention
+def attend(query=Q, key=Q, value=Q, pattern=PATTERN, **keywords):
+    return rj.dilated_attention(query, key, value, pattern, **keywords)
+
+
+def reference(query=Q, key=Q, value=Q, pattern=PATTERN, **keywords):
+    return rj.reference_attention(query, key, value, pattern, **keywords)
+
+
+def tiles(query=Q, key=Q, value=Q, pattern=PATTERN, ring=None, **keywords):
+    return rj.count_tiles(query, key, value, pattern, ring=ring or rj.Ring(ring_mesh(2)), **keywords)
+
+
+def traced(batch, length, heads=2, dim=4, ring=None, pattern=PATTERN):
+    x = jax.ShapeDtypeStruct((batch, length, heads, dim), np.float32)
+    return jax.eval_shape(lambda x: rj.dilated_attention(x, x, x, pattern, ring=ring), x)
+
+
+def other_mesh():
+    return jax.device_put(Q, NamedSharding(jax.sharding.Mesh(jax.devices()[2:4], ("ring",)), P(None, "ring")))
+
+
+SCALES = [NAN, INF, -INF, "big", 1e39, 10**400, True, 1j, [1.0], lambda: on_device(np.float32(0.5))]
+MASKS = {"is_causal": BOOLS, "segment_ids": IDS, "seq_len": [*COUNTS, 9]}
+for name, call in {"dilated_attention": attend, "reference_attention": reference, "count_tiles": tiles}.items():
+    bad(name, call, query=ARRAYS, key=ARRAYS, value=ARRAYS, pattern=[None, (4, 8), "longnet"], **MASKS)
+for name, call in {"dilated_attention": attend, "reference_attention": reference}.items():
+    bad(name, call, scale=SCALES, dropout_rate=RATES, dropout_rng=KEYS)
+    bad(name, call, {"dropout_rate": "dropout_rng"}, dropout_rate=[0.5])
+bad("dilated_attention", attend, key=[Q[:1], Q[:, :4], Q[..., :2], Q[:, :, :3], Q.astype(np.float16)])
+bad("dilated_attention", attend, value=[Q[:, :, :2], Q.astype(np.float16)], ring=RINGS, block_sizes=BLOCK_SIZES)
+bad("dilated_attention", attend, implementation=CHOICES)
+blocks = rj.BlockSizes(16, 16)
+bad("dilated_attention", attend, block_sizes=[Also(blocks, {"implementation": "xla"})])
+key = {"dropout_rng": np.zeros(2, np.uint32), "dropout_rate": 0.5}
+bad("dilated_attention", attend, implementation=[Also("native", key)], block_sizes=[Also(blocks, key)])
+bad(
+    "dilated_attention",
+    lambda **k: attend(ring=rj.Ring(ring_mesh(2)), **k),
+    query=[Q[:, :7], other_mesh],
+    key=[other_mesh],
+    value=[other_mesh],
+    segment_ids=[lambda: jax.device_put(np.zeros((2, 8), np.int32), jax.devices()[5])],
+)
+bad("dilated_attention", lambda **k: traced(**{"batch": 1, "length": 8} | k), {"length": "query", "batch": "query"},
+    length=[2**31, 2**40, HUGE], batch=[2**28])  # fmt: skip
+bad("reference_attention", reference, rows=[[-1], [8], [0.5], 3, [], [True], "x", [2**70], None.__class__])
+bad("count_tiles", lambda **k: rj.count_tiles(Q, Q, Q, PATTERN, **k), ring=[None, *RINGS])
+
+
+def in_ring(query=Q, key=None, value=None, pattern=PATTERN, **keywords):
+    """`ring_dilated_attention` in a `shard_map` over two devices, traced only."""
+    f = lambda q: rj.ring_dilated_attention(  # noqa: E731
+        query if query is not Q else q, q if key is None else key, q if value is None else value, pattern, **keywords
+    )
+    spec = P(None, "ring")
+    return jax.eval_shape(jax.shard_map(f, mesh=ring_mesh(2), in_specs=spec, out_specs=spec), Q)
+
+
+bad("ring_dilated_attention", in_ring, query=[[1.0], "x"], key=[[1.0], Q[0]], value=[3.0], pattern=[None, (4, 8)])
+bad("ring_dilated_attention", in_ring, axis_name=["x", 0, (), None, ("ring", "x")], head_axis=["x", 2], **MASKS)
+bad("ring_dilated_attention", in_ring, layout=CHOICES, batch_axis=["x", 0], strategy=CHOICES, memory_budget=COUNTS[:6])
+bad("ring_dilated_attention", in_ring, scale=SCALES[:4], dropout_rate=RATES, dropout_rng=KEYS, implementation=CHOICES)
+bad("ring_dilated_attention", in_ring, block_sizes=BLOCK_SIZES)
+
+
+# rings, layouts and plans
+def ring(**keywords):
+    return rj.Ring(keywords.pop("mesh", None) or ring_mesh(2), **keywords)
+
+
+bad("Ring", ring, mesh=["x", 2, ("ring",), jax.devices, rj.Ring], axis_name=["x", 0, None, (), (0,), ("ring", "x")])
+bad("Ring", ring, batch_axis=["x", 1, ""], head_axis=["x", 1, ("ring",)], layout=CHOICES, strategy=CHOICES)
+bad("Ring", ring, memory_budget=COUNTS[:6])
+bad("Ring.size", lambda name: ring().size(name), name=["ring", 0, "mesh"])
+
+
+def to_layout(x=Q, layout="zigzag", ring_size=2, **keywords):
+    return rj.to_layout(x, layout, ring_size, **keywords)
+
+
+def from_layout(x=Q, layout="zigzag", ring_size=2, **keywords):
+    return rj.from_layout(x, layout, ring_size, **keywords)
+
+
+for name, call in {"to_layout": to_layout, "from_layout": from_layout}.items():
+    bad(name, call, x=[[1, 2], 3, "x", None, LONG, -LONG, LONG.astype(np.uint64), struct], layout=CHOICES)
+    bad(name, call, ring_size=[*COUNTS, HUGE], axis=[4, -5, 1.0, "x", None])
+bad("to_layout", to_layout, length=[*COUNTS, 4, 9, HUGE, 2**31], fill=["x", None, [0], 1j])
+bad("to_layout", lambda fill: rj.to_layout(np.zeros((2, 7), np.int32), "zigzag", 2, fill=fill), fill=[0.5, 2**40, NAN])
+bad("from_layout", from_layout, length=[-1, 9, 1.5, "8", True, HUGE], x=[Q[:, :7]])
+bad("positions", lambda **k: rj.positions(**{"layout": "zigzag", "stored_length": 8, "ring_size": 2} | k),
+    layout=CHOICES, stored_length=[*COUNTS, 7, 2**31, 2**32, HUGE], ring_size=[*COUNTS, HUGE])  # fmt: skip
+
+
+def plan(pattern=PATTERN, **keywords):
+    return rj.plan(pattern, **{"seq_len": 64, "num_heads": 4, "head_dim": 8, "ring_size": 2} | keywords)
+
+
+bad("plan", plan, pattern=[None, (4, 8)], seq_len=COUNTS, num_heads=[*COUNTS, HUGE], head_dim=COUNTS, batch=COUNTS)
+bad("plan", plan, ring_size=[*COUNTS, HUGE], stored_length=[*COUNTS, 8, 65], num_kv_heads=[*COUNTS, 3], layout=CHOICES)
+bad("plan", plan, is_causal=BOOLS, dtype=[*DTYPES, None], strategy=CHOICES, memory_budget=[*COUNTS[:6], 10])
+bad("plan", plan, has_segment_ids=BOOLS, head_shards=[*COUNTS, 3])
+bad("Plan.memory", lambda platform: plan().memory(platform), platform=["gpu", 1, None])
+bad("compute_dtype", rj.compute_dtype, device=["cpu", 0, mesh])
+
+# decoding
+CACHE = {"batch": 2, "num_kv_heads": 4, "head_dim": 4, "max_len": 16}
+
+
+def cache(pattern=PATTERN, **keywords):
+    return rj.init_cache(pattern, **CACHE | keywords)
+
+
+def made(**keywords):
+    return jax.eval_shape(lambda: cache(**keywords))
+
+
+bad("init_cache", cache, pattern=[None, (4, 8)], batch=[*COUNTS, HUGE], num_kv_heads=[*COUNTS, HUGE])
+bad("init_cache", cache, head_dim=[*COUNTS, HUGE], max_len=[*COUNTS, 2**31, HUGE], dtype=[*DTYPES, None], ring=RINGS)
+bad("init_cache", lambda **k: cache(ring=rj.Ring(ring_mesh(2, 2, names=("ring", "data")), batch_axis="data"), **k),
+    named={"batch": "batch_axis"}, batch=[3])  # fmt: skip
+LENGTHS = [[1], [1, 2, 3], 3, "x", [0.5, 1.0], [-1, 1], [1, 99], [1, 2**40], [True, True], [[1, 1]], [[1], [1, 2]]]
+
+
+def prefill(key=Q, value=Q, lengths=None, **keywords):
+    given = keywords.pop("cache") if "cache" in keywords else made()
+    return rj.prefill(given, key, value, lengths, **keywords)
+
+
+def step(query=Q, key=Q, value=Q, **keywords):
+    given = keywords.pop("cache") if "cache" in keywords else made()
+    return rj.decode_step(given, query, key, value, **keywords)
+
+
+KV = [[1.0], None, "x", Q[0], Q[:, :, :2], Q[..., :2], Q[:1], Q[:0], Q.astype(np.float16), Q.astype(int), struct]
+bad("prefill", prefill, cache=[None, {}, "x", Q], key=KV, value=KV, lengths=LENGTHS, ring=RINGS)
+bad("decode_step", step, cache=[None, {}, "x", Q], query=ARRAYS, key=KV, value=KV, counts=LENGTHS, ring=RINGS)
+bad("decode_step", step, scale=SCALES)
+
+
+def generate(**keywords):
+    defaults = {"step": lambda s, t: (jnp.zeros((2, 4)), s), "state": (), "tokens": np.zeros(2, np.int32)}
+    given = defaults | {"num_tokens": 2, "rng": np.zeros(2, np.uint32)} | keywords
+    if given.get("greedy") is True:
+        given.setdefault("rng", None)
+    return rj.generate(**given)
+
+
+bad("generate", generate, step=[None, "x", 3], num_tokens=[*COUNTS, HUGE], rng=[None, *KEYS], greedy=BOOLS)
+bad("generate", generate, tokens=[[0, 1], 3, None, np.zeros((2, 1), int), np.zeros(2), np.zeros(0, int), LONG[0]])
+bad("generate", generate, tokens=[np.array([0, -1]), np.zeros(2, bool)], top_k=COUNTS)
+HEATS = [0, -1, 0.0, -1.0, NAN, INF, "hot", None, True, [1.0], np.ones(2), np.float32(0), np.array(-1.0), np.array(1)]
+HEATS += [lambda x=x: on_device(np.asarray(x)) for x in (np.float32(0), np.float32(-1), np.float32(NAN), np.int32(1))]
+bad("generate", generate, temperature=HEATS)
+bad("generate", lambda **k: generate(greedy=True, rng=None, **k), top_k=[2], temperature=[0.5])
+
+
+# layers
+@functools.cache
+def rngs():
+    return nnx.Rngs(0)
+
+
+def layer(num_heads=4, in_features=16, pattern=PATTERN, **keywords):
+    return rj.nnx.DilatedSelfAttention(num_heads, in_features, pattern, **{"rngs": rngs()} | keywords)
+
+
+X = np.zeros((2, 8, 16), np.float32)
+
+
+def linen(num_heads=4, pattern=PATTERN, x=X, call=None, **keywords):
+    made = rj.linen.DilatedSelfAttention(num_heads, pattern, **keywords)
+    return made.apply({}, x, **call or {})
+
+
+for name, call in {"nnx": layer, "linen": linen}.items():
+    bad(name, call, num_heads=[*COUNTS, 3, HUGE], pattern=[None, (4, 8)], num_kv_heads=[*COUNTS, 3], ring=RINGS)
+    bad(name, call, head_dim=[*COUNTS, HUGE, Also(7, {"positions": "rotary"})], out_features=[*COUNTS, HUGE])
+    bad(name, call, positions=[*CHOICES, Also("xpos", {"is_causal": False})], is_causal=BOOLS, sub_norm=BOOLS)
+    bad(name, call, {"positions": "is_causal"}, positions=["xpos"])
+    bad(name, call, norm_epsilon=[-1, 0, *FLOATS], dropout_rate=RATES, deterministic=BOOLS, use_bias=BOOLS)
+    bad(name, call, dtype=DTYPES, param_dtype=[*DTYPES, None], implementation=CHOICES, kernel_init=[None, "x"])
+    bad(name, call, bias_init=[None, 0.0])
+ROWS = [row for row in ROWS if not (isinstance(row.value, Also) and row.value.value == "xpos")]
+bad("nnx", layer, in_features=[*COUNTS, 15, HUGE], rngs=[None, 0, "x"])
+
+
+MODULES: dict[str, nnx.Module] = {}
+
+
+def abstract(name, make, **keywords):
+    """A layer or model of shapes, made once: bad inputs are refused before its parameters are read."""
+    if name not in MODULES:
+        MODULES[name] = nnx.eval_shape(lambda: make(**keywords, rngs=nnx.Rngs(0)))
+    return MODULES[name]
+
+
+def call_layer(x=X, **keywords):
+    options = {"is_causal": True, "positions": "rotary", **keywords.pop("layer", {})}
+    return abstract(f"layer {options}", layer, **options)(x, **keywords)
+
+
+INPUTS = [[[1.0]], "x", 3, np.zeros(16, np.float32), X[..., :8], X[:0], X[:, :0], X.astype(int), None]
+POSITIONS = [[0], 3, np.zeros((2, 8)), np.zeros(4, int), np.zeros((3, 8), int), np.full(8, 2**40), np.zeros(8, bool)]
+SEGMENTS = {"segment_ids": IDS, "seq_len": [*COUNTS[:6], 9]}
+bad("nnx call", call_layer, x=INPUTS, positions=POSITIONS, deterministic=["no", 1], **SEGMENTS)
+bad("nnx call", lambda **k: call_layer(layer={"dropout_rate": 0.5}, **k), rngs=[None, *KEYS])
+bad("nnx call", lambda **k: call_layer(layer={"positions": None}, **k), positions=[np.arange(8)])
+bad("linen call", lambda x: linen(x=x), x=[i for i in INPUTS if getattr(i, "shape", ())[-1:] != (8,)])
+bad("linen call", lambda **k: linen(positions="rotary", call=k), positions=POSITIONS, deterministic=["no", 1])
+bad("linen call", lambda **k: linen(is_causal=True, call=k), segment_ids=IDS, seq_len=[*COUNTS[:6], 9])
+bad("linen call", lambda **k: linen(dropout_rate=0.5, call=k), dropout_rng=KEYS)
+
+
+def layer_prefill(x=X, lengths=None, **keywords):
+    given = keywords.pop("cache") if "cache" in keywords else made()
+    return abstract("causal", layer, is_causal=True).prefill(x, given, lengths)
+
+
+def layer_extend(x=X, counts=None, **keywords):
+    given = keywords.pop("cache") if "cache" in keywords else made()
+    return abstract("causal", layer, is_causal=True).extend(x, given, counts)
+
+
+OTHER = [None, "x", lambda: made(pattern=rj.DilationPattern((4,), (1,)))]
+bad("nnx prefill", layer_prefill, x=INPUTS, lengths=LENGTHS, cache=OTHER)
+bad("nnx extend", layer_extend, x=INPUTS, counts=LENGTHS, cache=OTHER)
+
+
+def fn(pattern=PATTERN, **keywords):
+    return rj.attention_fn(pattern, **keywords)
+
+
+bad("attention_fn", fn, pattern=[None, (4, 8)], is_causal=BOOLS, seq_len=COUNTS, scale=SCALES, ring=RINGS)
+bad("attention_fn", fn, implementation=CHOICES, block_sizes=[*BLOCK_SIZES, Also(blocks, {"implementation": "xla"})])
+FLAT = Q[0, 0]
+bad("attention_fn call", lambda **k: fn()(**{"query": Q, "key": Q, "value": Q} | k), query=[FLAT, "x", [1.0]])
+bad("attention_fn call", lambda **k: fn()(Q, Q, Q, **k), bias=[Q], mask=[Q], module=["x"], precision=["highest", 3])
+bad("attention_fn call", lambda **k: fn()(Q, Q, Q, **k), is_causal=[True, "no"], dropout_rate=RATES, dtype=DTYPES)
+bad("attention_fn call", lambda **k: fn()(Q, Q, Q, dropout_rate=0.5, broadcast_dropout=False, **k),
+    dropout_rng=[None, *KEYS], deterministic=["no", 1])  # fmt: skip
+bad("attention_fn call", lambda **k: fn()(Q, Q, Q, dropout_rate=0.5, **k), broadcast_dropout=[True, "no"])
+
+AT = np.arange(8)
+ROTARY = [[[1.0]], "x", Q[0], Q[..., :3], Q.astype(int), Q[:0], None]
+bad("rotary", lambda x=Q, positions=AT, **k: rotary(x, positions, **k), x=ROTARY, positions=POSITIONS,
+    base=[0, -1, 0.5, *FLOATS])  # fmt: skip
+bad("xpos", lambda query=Q, key=Q, positions=AT, **k: xpos(query, key, positions, **{"length": 8} | k),
+    query=[*ROTARY, Q.astype(np.float16)], key=[*ROTARY, Q.astype(np.float16)], length=[*COUNTS, 65_537],
+    positions=[*POSITIONS, AT + 1, AT - 1], base=[0, *FLOATS], scale_base=[0, -1, *FLOATS])  # fmt: skip
+
+
+# models
+def config(**keywords):
+    sizes = {"num_layers": 1, "features": 16, "num_heads": 4, "vocab_size": 16, "pattern": PATTERN}
+    return LongNetConfig(**sizes | keywords)
+
+
+for size in ("num_layers", "features", "num_heads", "vocab_size", "num_kv_heads", "head_dim", "hidden_features"):
+    bad("LongNetConfig", config, **{size: [*COUNTS, HUGE]})
+bad("LongNetConfig", config, input_features=[*COUNTS, HUGE], num_heads=[3], num_kv_heads=[3], positions=CHOICES)
+bad("LongNetConfig", config, head_dim=[3, 7], sub_norm=BOOLS, use_bias=BOOLS, tie_embeddings=BOOLS, remat=BOOLS)
+bad("LongNetConfig", config, scan_layers=BOOLS, norm_epsilon=[-1, 0, *FLOATS], attention_dropout_rate=RATES)
+bad("LongNetConfig", config, dtype=DTYPES, param_dtype=[*DTYPES, None], pattern=[None, (4, 8)])
+for preset in ("tiny", "small", "base", "large"):
+    bad(preset, getattr(LongNetConfig, preset), num_layers=[0], dtype=["int32"], norm_epsilon=[NAN])
+
+
+def decoder(config=None, **keywords):
+    return LongNetDecoder(sizes() if config is None else config, **{"rngs": rngs()} | keywords)
+
+
+def encoder(config=None, **keywords):
+    return LongNetEncoder(sizes() if config is None else config, **{"rngs": rngs()} | keywords)
+
+
+sizes = config
+
+
+for name, make in {"LongNetDecoder": decoder, "LongNetEncoder": encoder}.items():
+    bad(name, make, config=["tiny", {}, 3], ring=RINGS, rngs=[None, 0, "x"])
+bad("LongNetDecoder", decoder, {"config": "vocab_size"}, config=[lambda: sizes(vocab_size=None)])
+bad("LongNetEncoder", encoder, {"config": "vocab_size"}, config=[lambda: sizes(input_features=4)])
+GOOD = np.zeros((2, 8), int)
+
+
+def decode(tokens=GOOD, **keywords):
+    return abstract("decoder", decoder)(tokens, **keywords)
+
+
+def encode(inputs=GOOD, **keywords):
+    return abstract("encoder", encoder)(inputs, **keywords)
+
+
+def stream(inputs):
+    return abstract("stream", encoder, config=sizes(vocab_size=None))(inputs)
+
+
+CALL = {"positions": POSITIONS, "dropout_rng": KEYS, **SEGMENTS}
+bad("decoder call", decode, tokens=TOKENS, **CALL)
+bad("encoder call", encode, inputs=TOKENS, pool=[1, 0, "yes", None], **CALL)
+bad("encoder call", stream, inputs=[*INPUTS, GOOD, np.zeros((8, 16), np.float32)])
+
+
+def of_decoder(method, **defaults):
+    return lambda **k: getattr(abstract("decoder", decoder), method)(**defaults | k)
+
+
+bad("init_caches", of_decoder("init_caches", batch=2, max_len=16), batch=[*COUNTS, HUGE], max_len=[*COUNTS, HUGE])
+bad("decoder prefill", of_decoder("prefill", tokens=GOOD, max_len=16), tokens=TOKENS, max_len=[*COUNTS, 4, HUGE])
+bad("decoder prefill", of_decoder("prefill", tokens=GOOD, max_len=16), lengths=LENGTHS)
+CACHES = [None, (), "x", 3, (1,), lambda: (made(), made())]
+bad("decoder extend", lambda **k: of_decoder("extend")(**{"tokens": GOOD, "caches": (made(),)} | k), tokens=TOKENS)
+bad("decoder extend", lambda **k: of_decoder("extend")(**{"tokens": GOOD, "caches": (made(),)} | k), counts=LENGTHS)
+bad("decoder extend", of_decoder("extend", tokens=GOOD), caches=CACHES)
+draw = of_decoder("generate", prompt=GOOD, num_tokens=2)
+bad("decoder generate", lambda **k: draw(greedy=True, **k), prompt=[*TOKENS, GOOD - 1, GOOD + 16, np.uint8(GOOD + 16)])
+bad("decoder generate", lambda **k: draw(greedy=True, **k), num_tokens=[*COUNTS, HUGE], max_len=[*COUNTS, 4, HUGE])
+bad("decoder generate", lambda **k: draw(greedy=True, **k), lengths=[*LENGTHS, [0, 1]], top_k=[2], temperature=[0.5])
+bad("decoder generate", draw, rng=[None, *KEYS])
+bad("decoder generate", lambda **k: draw(rng=np.zeros(2, np.uint32), **k), temperature=HEATS, top_k=[*COUNTS, 17])
+bad("decoder generate", draw, greedy=BOOLS)
+
+bad("next_token_targets", lambda **k: next_token_targets(**{"tokens": GOOD} | k),
+    tokens=TOKENS[1:], **SEGMENTS)  # fmt: skip
+bad("next_token_targets", next_token_targets, tokens=[[[2**40]], "x", None, [[0.5]], [[1], [1, 2]]])
+LOGITS, ONES = np.zeros((2, 8, 16), np.float32), np.ones((2, 8), np.float32)
+bad("token_loss", lambda **k: token_loss(**{"logits": LOGITS, "targets": GOOD, "weights": ONES} | k),
+    logits=[[1.0], None, LOGITS[0], LOGITS.astype(int), LOGITS[:, :4], LOGITS[:0], LOGITS[..., :0]],
+    targets=[[0], None, GOOD[:, :4], ONES, LONG, -LONG, GOOD[0]],
+    weights=[[1.0], None, ONES[:, :4], ONES.astype(complex), "x"])  # fmt: skip
+
+
+def torchscale(**keywords):
+    shapes = {f"self_attn.{x}_proj": (8, 8) for x in ("q", "k", "v", "out")}
+    shapes |= {"ffn.fc1": (32, 8), "ffn.fc2": (8, 32), "self_attn_layer_norm": (8,), "final_layer_norm": (8,)}
+    weights = {f"encoder.layers.0.{name}.weight": np.ones(shape) for name, shape in shapes.items()}
+    weights |= {f"encoder.layers.0.{name}.bias": np.ones(shape[:1]) for name, shape in shapes.items()}
+    weights |= {f"encoder.layer_norm.{name}": np.ones(8) for name in ("weight", "bias")}
+    given = {"state_dict": weights, "segment_lengths": (4, 16), "dilation_rates": (1, 2), "num_heads": 2} | keywords
+    if isinstance(keywords.get("state_dict"), types.LambdaType):
+        given["state_dict"] = keywords["state_dict"](weights)
+    return from_torchscale(**given)
+
+
+bad("from_torchscale", torchscale, state_dict=[None, {}, [1], "x", {"a": 1}, {1: 2}], kind=["other", 1])
+bad("from_torchscale", torchscale, segment_lengths=LISTS[:6], dilation_rates=LISTS[:6], num_heads=[*COUNTS, 3])
+bad("from_torchscale", torchscale, ring=RINGS, dtype=["int32"], norm_epsilon=[0, NAN], features=[8])
