@@ -92,7 +92,7 @@ class DilatedSelfAttention(nn.Module):
         """The layer's output (batch..., length, out_features).
 
         Args:
-            x: Inputs (batch..., length, in_features), in the layout of the ring if there is one.
+            x: Floating-point inputs (batch..., length, in_features), in the layout of the ring if there is one.
             positions: Position of each row, integers (length,) or (batch..., length); by default that in the sequence,
                 which the ring's layout tells. From 0 to ``length - 1`` for xPos.
             segment_ids, seq_len: As for `dilated_attention`.
@@ -100,9 +100,11 @@ class DilatedSelfAttention(nn.Module):
             dropout_rng: The key for dropout, by default from the stream "dropout".
         """
         check_array("x", x, "floating point")
+        if not x.shape:
+            raise ValueError(f"`x` must have the axes (batch..., length, features), got shape {x.shape}.")
         core = self_attention(
             self.pattern,
-            x.shape[-1] if x.shape else 1,
+            x.shape[-1],
             self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,

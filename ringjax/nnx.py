@@ -148,7 +148,7 @@ class DilatedSelfAttention(nnx.Module):
         """The layer's output (batch..., length, out_features).
 
         Args:
-            x: Inputs (batch..., length, in_features), in the layout of the ring if there is one.
+            x: Floating-point inputs (batch..., length, in_features), in the layout of the ring if there is one.
             positions: Position of each row, integers (length,) or (batch..., length); by default that in the sequence,
                 which the ring's layout tells. From 0 to ``length - 1`` for xPos.
             segment_ids, seq_len: As for `dilated_attention`.

@@ -326,7 +326,7 @@ def call_layer(x=X, **keywords):
     return abstract(f"layer {options}", layer, **options)(x, **keywords)
 
 
-INPUTS = [[[1.0]], "x", 3, np.zeros(16, np.float32), X[..., :8], X[:0], X[:, :0], X.astype(int), None]
+INPUTS = [np.float32(1), [[1.0]], "x", 3, np.zeros(16, np.float32), X[..., :8], X[:0], X[:, :0], X.astype(int), None]
 POSITIONS = [[0], 3, np.zeros((2, 8)), np.zeros(4, int), np.zeros((3, 8), int), np.full(8, 2**40), np.zeros(8, bool)]
 SEGMENTS = {"segment_ids": IDS, "seq_len": [*COUNTS[:6], 9]}
 bad("nnx call", call_layer, x=INPUTS, positions=POSITIONS, deterministic=["no", 1], **SEGMENTS)

@@ -362,7 +362,7 @@ def make(kind=LongNetDecoder, **changes):
         (lambda: config_of(positions="sine"), "`positions` must be None or one of .* got 'sine'"),
         (lambda: config_of(pattern=3), "`pattern` must be a DilationPattern, got int"),
         (lambda: config_of(remat=1), "`remat` must be a bool, got 1"),
-        (lambda: config_of(norm_epsilon=0), "`norm_epsilon` must be above 0, got 0"),
+        (lambda: config_of(norm_epsilon=0), "`norm_epsilon` must be a finite number above 0, got 0"),
         (lambda: config_of(num_layers=0), "`num_layers` must be .* got 0"),
         (lambda: make(vocab_size=None), "`vocab_size` must be given for a decoder, got None"),
         (

@@ -55,6 +55,7 @@ def continued(
     check_tokens("prompt", prompt)
     batch, length = prompt.shape
     num_tokens = check_int("num_tokens", num_tokens, most=MOST_POSITIONS)
+    max_len = length + num_tokens if max_len is None else check_int("max_len", max_len, length, MOST_POSITIONS)
     lengths = np.full(batch, length, np.int32) if lengths is None else check_counts("lengths", lengths, batch, length)
     ends = known(lengths)
     if ends is not None and ends.min() < 1:
@@ -63,7 +64,6 @@ def continued(
     top_k = check_sampling(rng, temperature, top_k, greedy)
     if top_k is not None and top_k > model.embed.num_embeddings:
         raise ValueError(f"`top_k` must be at most the vocabulary {model.embed.num_embeddings}, got {top_k}.")
-    max_len = length + num_tokens if max_len is None else check_int("max_len", max_len, length, MOST_POSITIONS)
     heat, fixed_heat = (temperature, None) if isinstance(temperature, Array) else (None, float(temperature))
     choice = Choice(num_tokens, max_len, fixed_heat, top_k, greedy, debug.is_enabled())
     given = clipped_counts("lengths", lengths, batch, length, least=1)
