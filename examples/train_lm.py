@@ -239,10 +239,9 @@ class Training:
         return {name: str(getattr(self.model_config, name)) for name in fields}
 
 
-def train(training: Training, split: data.Split, display: Display) -> int:
+def train(training: Training, split: data.Split, display: Display, profile: Profile) -> int:
     """Trains until the last step or a request to stop, and returns the exit code."""
     config, folder = training.config, pathlib.Path(training.config.out)
-    profile = Profile(config.profile, display.problem)
     checkpoints = Checkpoints(folder / "checkpoints", config.keep, display.say)
     source = {"seed": config.seed, "documents": len(split.train), "bytes": sum(x.size for x in split.train)}
     facts = {"model": training.facts(), "data": source, "order": training.order()}
@@ -373,9 +372,9 @@ def run(config: Config) -> int:
     split = data.read_documents(config.data_path)
     sizes = [f"{sum(x.size for x in part) / 1e6:.2f} MB in {len(part):,} documents" for part in split]
     display.say(f"data: {sizes[0]}, held out {sizes[1]}")
-    folder = pathlib.Path(config.out)
+    profile, folder = Profile(config.profile, display.problem), pathlib.Path(config.out)
     with run_folder(folder, resume=config.resume, overwrite=config.overwrite, report=display.say):
-        return train(training, split, display)
+        return train(training, split, display, profile)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

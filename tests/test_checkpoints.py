@@ -242,7 +242,9 @@ def test_a_checkpoint_that_cannot_be_read_stops_the_run_and_stays(three, lines, 
     for error in UNREADABLE:
         with monkeypatch.context() as patch:
             patch.setattr(Checkpoints, "_read", failing_read(error, item=item))
-            with pytest.raises(RunError, match="the checkpoint of step 3 in .* cannot be read: .*--resume tries again"):
+            with pytest.raises(
+                RunError, match=r"the checkpoint of step 3 in .* cannot be read: .*--resume tries again"
+            ):
                 restored(three, lines)
         assert sorted(x.name for x in three.iterdir()) == ["2", "3"], error
     assert not lines
@@ -351,7 +353,7 @@ def test_a_checkpoint_with_nan_is_set_aside_for_the_one_before(three, lines, mon
 
 def test_a_save_that_orbax_declines_is_an_error(three, lines):
     again = Checkpoints(three, 2, lines)
-    with pytest.raises(CheckpointError, match="step 1 could not be written to .*: there is a later one"):
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written to .*: there is a later one"):
         again.save(1, state(seed=1), {"model": "mine"})
     again.close()
 
