@@ -28,7 +28,7 @@ from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from lm import data, devices, flags, rehearsal
 from lm.checkpoints import Checkpoints, is_stuck
-from lm.display import Display, escape_what_cannot_be_shown, flush_stdout, keep_stdout_for_records, memory_line
+from lm.display import Display, complain, flush_stdout, keep_stdout_for_records, memory_line, never_fail_to_encode
 from lm.flags import RunError, UserError, above, as_user_error, at_least, at_most, flag, one_of, parse
 from lm.folder import PROFILED_STEPS, Profile, run_folder, write_config
 from lm.signals import StopRequest
@@ -378,7 +378,7 @@ def run(config: Config) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    escape_what_cannot_be_shown()
+    never_fail_to_encode()
     try:
         config = parse(Config, __doc__.splitlines()[0], argv)
         check_processes(config)
@@ -386,8 +386,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             keep_stdout_for_records()
         return run(config)
     except (UserError, RunError) as error:
-        print(f"train_lm: {error}", file=sys.stderr)
+        complain(f"train_lm: {error}")
         return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        complain("train_lm: interrupted")
+        return 130
 
 
 if __name__ == "__main__":

@@ -273,7 +273,7 @@ def test_an_interrupted_write_leaves_the_earlier_file(tmp_path, monkeypatch):
 def test_characters_that_stdout_cannot_encode_are_escaped(monkeypatch):
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     monkeypatch.setattr(sys, "stdout", stream)
-    display_module.escape_what_cannot_be_shown()
+    display_module.never_fail_to_encode()
     print("1 × ü")
     stream.flush()
     assert stream.buffer.getvalue() == b"1 \\xd7 \\xfc\n"

@@ -169,11 +169,17 @@ def keep_stdout_for_records() -> None:
     os.dup2(2, 1)
 
 
-def escape_what_cannot_be_shown() -> None:
+def never_fail_to_encode() -> None:
     """Makes characters that the locale cannot encode appear as escapes, instead of as errors."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
+
+
+def complain(text: str) -> None:
+    """Writes a line to stderr, if it takes one: it may be a file on a full disk."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def flush_stdout() -> None:
