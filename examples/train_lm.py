@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import os
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -25,17 +26,18 @@ import optax
 from flax import nnx
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
-from lm import data, devices, rehearsal
-from lm.checkpoints import Checkpoints
-from lm.display import Display, keep_stdout_for_records, loss_curve, memory_line
-from lm.flags import RunError, UserError, as_user_error, flag, parse
-from lm.folder import PROFILED_STEPS, Profile, prepare_folder
+from lm import data, devices, flags, rehearsal
+from lm.checkpoints import Checkpoints, is_stuck
+from lm.display import Display, complain, flush_stdout, keep_stdout_for_records, memory_line, never_fail_to_encode
+from lm.flags import RunError, UserError, above, as_user_error, at_least, at_most, flag, one_of, parse
+from lm.folder import PROFILED_STEPS, Profile, run_folder, write_config
 from lm.signals import StopRequest
 
 import ringjax as rj
 from ringjax.models import LongNetConfig, LongNetDecoder, token_loss
 
 VOCABULARY = 256  # bytes
+DTYPE = one_of("auto", "float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,51 +45,53 @@ class Config:
     """Everything that can be asked for; the defaults train on a laptop in a few minutes."""
 
     # the model
-    layers: int = flag(2, "blocks")
-    features: int = flag(64, "width of the residual stream")
-    heads: int = flag(4, "query heads")
-    kv_heads: int = flag(0, "key/value heads; 0: as many as query heads")
-    segments: tuple[int, ...] = flag((128, 512, 2048), "segment lengths of the attention, of one branch each")
-    rates: tuple[int, ...] = flag((1, 2, 4), "dilation rates, of the same branches")
+    layers: int = flag(2, "blocks", at_least(1))
+    features: int = flag(64, "width of the residual stream", at_least(1))
+    heads: int = flag(4, "query heads", at_least(1))
+    kv_heads: int = flag(0, "key/value heads; 0: as many as query heads", at_least(0))
+    segments: tuple[int, ...] = flag(
+        (128, 512, 2048), "segment lengths of the attention, of one branch each", at_least(1)
+    )
+    rates: tuple[int, ...] = flag((1, 2, 4), "dilation rates, of the same branches", at_least(1))
     positions: str = flag("rotary", "rotary or xpos")
-    dtype: str = flag("auto", "of the computation; auto: bfloat16 where the devices have it, else float32")
+    dtype: str = flag("auto", "of the computation; auto: bfloat16 where the devices have it, else float32", DTYPE)
     remat: bool = flag(True, "compute blocks again in the backward pass, all but attention")
     # the training
-    seq_len: int = flag(2048, "bytes in a sequence")
-    batch: int = flag(4, "sequences in an optimiser step, of all devices together", least=1)
-    accumulate: int = flag(1, "micro-batches of a step, one after the other", least=1)
-    steps: int = flag(250, "optimiser steps", least=1)
-    learning_rate: float = flag(1e-2, "highest learning rate")
-    warmup: int = flag(20, "steps in which it rises; then it falls along a cosine to a tenth", least=1)
-    weight_decay: float = flag(0.1, "of AdamW, for matrices")
-    clip: float = flag(1.0, "largest norm of a gradient")
-    seed: int = flag(0, "of initial parameters, shuffling and sampling")
+    seq_len: int = flag(2048, "bytes in a sequence", at_least(2))
+    batch: int = flag(4, "sequences in an optimiser step, of all devices together", at_least(1))
+    accumulate: int = flag(1, "micro-batches of a step, one after the other", at_least(1))
+    steps: int = flag(250, "optimiser steps", at_least(1))
+    learning_rate: float = flag(1e-2, "highest learning rate", above(0))
+    warmup: int = flag(20, "steps in which it rises; then it falls along a cosine to a tenth", at_least(1))
+    weight_decay: float = flag(0.1, "of AdamW, for matrices", at_least(0))
+    clip: float = flag(1.0, "largest norm of a gradient", above(0))
+    seed: int = flag(0, "of initial parameters, shuffling and sampling", at_least(0), at_most(2**32 - 1))
     # the data
     data_path: tuple[str, ...] = flag((), "files, folders or patterns; by default Python's standard library")
-    eval_every: int = flag(100, "steps between evaluations on held-out documents; 0: none", least=0)
-    eval_batches: int = flag(2, "batches of an evaluation", least=1)
+    eval_every: int = flag(100, "steps between evaluations on held-out documents; 0: none", at_least(0))
+    eval_batches: int = flag(2, "batches of an evaluation", at_least(1))
     # the devices
-    data: int = flag(1, "mesh axis: devices that share the sequences of a batch, and the parameters", least=1)
-    ring: int = flag(0, "mesh axis: devices that share a sequence; 0: all that are left", least=0)
-    tensor: int = flag(1, "mesh axis: devices that share heads and hidden features", least=1)
+    data: int = flag(1, "mesh axis: devices that share the sequences of a batch, and the parameters", at_least(1))
+    ring: int = flag(0, "mesh axis: devices that share a sequence; 0: all that are left", at_least(0))
+    tensor: int = flag(1, "mesh axis: devices that share heads and hidden features", at_least(1))
     layout: str = flag("auto", "contiguous or zigzag; auto: zigzag on a ring of several devices")
-    devices: int = flag(0, "simulated CPU devices of each process; 0: the devices that there are", least=0)
+    devices: int = flag(0, "simulated CPU devices of each process; 0: the devices that there are", at_least(0))
     distributed: bool = flag(False, "several processes, which JAX finds by itself (SLURM, Cloud TPU)")
-    coordinator: str = flag("", "several processes: HOST:PORT of the first one")
-    num_processes: int = flag(1, "how many, with --coordinator")
-    process_id: int = flag(-1, "which one this is, from 0, with --coordinator")
-    start_timeout: float = flag(60.0, "seconds in which all processes have to come", least=1)
+    coordinator: str = flag("", "several processes: HOST:PORT of the first one", flags.ADDRESS)
+    num_processes: int = flag(1, "how many, with --coordinator", at_least(1))
+    process_id: int = flag(-1, "which one this is, from 0, with --coordinator", at_least(-1))
+    start_timeout: float = flag(60.0, "seconds in which all processes have to come", at_least(1))
     # what is written and shown
-    out: str = flag("runs/lm", "folder for metrics, checkpoints, curve and sample")
+    out: str = flag("runs/lm", "folder for metrics, checkpoints, curve and sample", flags.NAMED_PATH, flags.PATH)
     resume: bool = flag(False, "go on from the newest checkpoint, if there is one")
-    overwrite: bool = flag(False, "delete an earlier run in the same folder")
-    save_every: int = flag(100, "steps between checkpoints; 0: at the end only", least=0)
-    keep: int = flag(3, "checkpoints that stay", least=1)
-    log_every: int = flag(10, "steps between lines", least=1)
+    overwrite: bool = flag(False, "delete an earlier run in the same folder; damaged checkpoints are kept")
+    save_every: int = flag(100, "steps between checkpoints; 0: at the end only", at_least(0))
+    keep: int = flag(3, "checkpoints that stay", at_least(1))
+    log_every: int = flag(10, "steps between lines", at_least(1))
     json: bool = flag(False, "write the JSON lines to stdout, everything else to stderr")
     prompt: str = flag("def ", "what the sample at the end begins with")
-    sample_bytes: int = flag(200, "length of the sample; 0: none", least=0)
-    profile: str = flag("", f"folder for a profile of {PROFILED_STEPS} steps")
+    sample_bytes: int = flag(200, "length of the sample; 0: none", at_least(0))
+    profile: str = flag("", f"folder for a profile of {PROFILED_STEPS} steps", flags.PATH)
     compile_only: bool = flag(False, "compile the training step, say what memory it takes, and end")
     rehearse: str = flag("", "compile for devices that are not there, such as v5e:4x4 or H100 (8 of them), and end")
 
@@ -225,6 +229,10 @@ class Training:
         layout = (self.ring.layout, self.mesh.shape["ring"])
         return data.Batches(documents, self.config.seq_len, devices.batch_sharding(self.mesh), layout, seed)
 
+    def order(self) -> dict[str, int]:
+        """What a number of rows seen means: row `n` of a run follows from these, and from the data."""
+        return {"seq_len": self.config.seq_len, "seed": self.config.seed}
+
     def facts(self) -> dict[str, str]:
         """What the parameters mean: a checkpoint of a model with other facts is not for this one."""
         free = ("remat", "scan_layers", "dtype")
@@ -232,12 +240,12 @@ class Training:
         return {name: str(getattr(self.model_config, name)) for name in fields}
 
 
-def train(training: Training, split: data.Split, display: Display) -> int:
+def train(training: Training, split: data.Split, display: Display, profile: Profile) -> int:
     """Trains until the last step or a request to stop, and returns the exit code."""
     config, folder = training.config, pathlib.Path(training.config.out)
     checkpoints = Checkpoints(folder / "checkpoints", config.keep, display.say)
     source = {"seed": config.seed, **split.facts()}
-    facts = {"model": training.facts(), "data": source}
+    facts = {"model": training.facts(), "data": source, "order": training.order()}
     step, rows, state = begin(training, checkpoints, facts, display)
     first = step
     entropy = data.unigram_entropy(split.train) if display.is_first else 0.0
@@ -245,12 +253,12 @@ def train(training: Training, split: data.Split, display: Display) -> int:
     batches, held_out = training.batches(split.train, config.seed), training.batches(split.held_out, None)
     compiled = training.step.lower(training.wanted, training.wanted_batch).compile()
     display.say(memory_line(compiled))
-    display.begin(step)
     sizes = (config.accumulate, config.batch // config.accumulate)
     figures: dict[str, Array] = {}
-    with StopRequest() as stop, Profile(config.profile) as profile, display:
+    asked = False
+    with StopRequest() as stop, checkpoints, profile, display:
         display.clock.reset(step)
-        while step < config.steps:
+        while step < config.steps and not asked:
             profile.before_step(step - first)
             batch = batches.batch(rows, *sizes)  # read while the step before is computed
             jax.block_until_ready(figures)
@@ -263,8 +271,8 @@ def train(training: Training, split: data.Split, display: Display) -> int:
                 is_end or (every > 0 and step % every == 0)
                 for every in (config.log_every, config.eval_every, config.save_every)
             )
-            if (saved or shown) and not np.isfinite(float(figures["loss"])):
-                raise RunError(f"the loss of step {step} is not a finite number; the checkpoints before it are kept")
+            if saved or shown:
+                check_finite(step, figures)
             if shown or tested or is_first:
                 record = {"step": step, **{name: float(x) for name, x in figures.items()}}
                 record |= {"learning_rate": float(learning_rate(config)(step - 1)), **display.clock.speed(step)}
@@ -273,37 +281,48 @@ def train(training: Training, split: data.Split, display: Display) -> int:
                 display.log(record)
                 display.clock.reset(step)
             if saved:
+                display.sync()
                 checkpoints.save(step, state, {**facts, "rows": rows})
                 display.clock.reset(step)
-            if asked and step < config.steps:
-                checkpoints.close()
-                display.say(f"asked to stop: step {step} is saved; --resume goes on from it")
-                return 128 + stop.signal
-    checkpoints.close()
-    finish(training, state, entropy, display)
+    if asked and step < config.steps:
+        display.say(f"asked to stop: step {step} is saved; --resume goes on from it")
+        return 128 + stop.signal
+    display.finish(sample(training, state) if config.sample_bytes else "", entropy)
+    display.raise_problems()
     return 0
+
+
+def check_finite(step: int, figures: dict[str, Array]) -> None:
+    for name in ("loss", "gradient_norm"):
+        if not np.isfinite(value := float(figures[name])):
+            raise RunError(f"the {name} of step {step} is {value}; the checkpoints before it are kept")
 
 
 def begin(
     training: Training, checkpoints: Checkpoints, facts: dict[str, Any], display: Display
 ) -> tuple[int, int, State]:
-    """Steps done, rows seen, and the state: those of the newest checkpoint, if the user wants to go on, or new ones."""
-    check = functools.partial(check_model, facts)
+    """Steps done, rows seen, and the state: those of the newest checkpoint, if the user wants to go on, or new ones.
+
+    Files of an earlier run are changed only after its checkpoint was accepted.
+    """
+    check = functools.partial(check_facts, facts)
     restored = checkpoints.restore(training.wanted, check) if training.config.resume else None
-    if restored is None:
-        return 0, 0, training.init()
-    display.say(f"going on from the checkpoint of step {restored.step}")
-    if restored.facts["data"] != facts["data"]:
-        display.say(f"other data than those of the checkpoint: {facts['data']} instead of {restored.facts['data']}")
-    return restored.step, restored.facts["rows"], restored.state
+    if restored is not None:
+        display.say(f"going on from the checkpoint of step {restored.step}")
+        if restored.facts["data"] != facts["data"]:
+            display.say(f"other data than those of the checkpoint: {facts['data']} instead of {restored.facts['data']}")
+    display.begin(restored.step if restored else 0)
+    display.attempt("config.json", lambda: write_config(display.folder, training.config))
+    return (restored.step, restored.facts["rows"], restored.state) if restored else (0, 0, training.init())
 
 
-def check_model(expected: dict[str, Any], found: dict[str, Any]) -> None:
-    """Refuses the checkpoint of another model, in one line."""
-    ours, theirs = expected["model"], found.get("model", {})
-    other = [f"{name} {theirs.get(name)} instead of {ours[name]}" for name in ours if theirs.get(name) != ours[name]]
-    if other:
-        raise UserError(f"--resume: the checkpoint is of another model: {', '.join(other)}")
+def check_facts(expected: dict[str, Any], found: dict[str, Any]) -> None:
+    """Refuses the checkpoint of another model, or one that counts other rows of the data, in one line."""
+    for kind, what in (("model", "is of another model"), ("order", "counts rows of data in another order")):
+        ours, theirs = expected[kind], found.get(kind, {})
+        other = [f"{name} {theirs.get(name)} instead of {x}" for name, x in ours.items() if theirs.get(name) != x]
+        if other:
+            raise UserError(f"--resume: the checkpoint {what}: {', '.join(other)}")
 
 
 def evaluate(training: Training, state: State, held_out: data.Batches, sizes: tuple[int, int]) -> float:
@@ -315,35 +334,21 @@ def evaluate(training: Training, state: State, held_out: data.Batches, sizes: tu
     return loss / max(tokens, 1.0)
 
 
-def finish(training: Training, state: State, entropy: float, display: Display) -> None:
-    """A sample of text, the curve, and the loss beside the entropy of single bytes."""
-    config, folder = training.config, pathlib.Path(training.config.out)
-    text = sample(training, state) if config.sample_bytes else ""
-    if not display.is_first:
-        return
-    if text:
-        (folder / "sample.txt").write_text(text)
-        display.say(f"\na sample:\n{text}\n")
-    if display.records:
-        loss_curve(folder / "loss.png", display.records, entropy)
-        last = display.records[-1]
-        held_out = f", held out {last['validation_loss']:.4f}" if "validation_loss" in last else ""
-        verdict = "below" if last["loss"] < entropy else "NOT below"
-        nats = f"{entropy:.4f} nats per byte"
-        display.say(f"loss {last['loss']:.4f}{held_out}: {verdict} the unigram entropy of the corpus, {nats}")
-    display.say(f"metrics, checkpoints, curve and sample are in {folder}")
-
-
 def sample(training: Training, state: State) -> str:
     """Text from the model, on one device with the decode cache; all processes help to bring the parameters there."""
     parameters, rng = devices.whole_on_host((state.parameters, state.rng))
     if jax.process_index():
         return ""
     model = filled(*nnx.split(nnx.eval_shape(functools.partial(training.new_model, None))), parameters)
-    prompt = np.frombuffer(training.config.prompt.encode() or b"\n", np.uint8)
+    prompt = np.frombuffer(os.fsencode(training.config.prompt) or b"\n", np.uint8)
     given, length = jnp.asarray(prompt, jnp.int32)[None], training.config.sample_bytes
     tokens = model.generate(given, length, rng=jax.random.wrap_key_data(rng), temperature=0.8)
     return (prompt.tobytes() + bytes(np.asarray(tokens)[0].tolist())).decode(errors="replace")
+
+
+def check_processes(config: Config) -> None:
+    if not config.coordinator and (config.num_processes, config.process_id) != (1, -1):
+        raise UserError("--num-processes and --process-id need --coordinator")
 
 
 def run(config: Config) -> int:
@@ -368,22 +373,32 @@ def run_on(config: Config, target: Any | None, there: Sequence[jax.Device]) -> i
         display.say(memory_line(compiled))
         return 0
     split = devices.read_alike(lambda: data.read_documents(config.data_path, display.say))
-    prepare_folder(pathlib.Path(config.out), config, resume=config.resume, overwrite=config.overwrite)
     sizes = [f"{sum(x.size for x in part) / 1e6:.2f} MB in {len(part):,} documents" for part in split[:2]]
     display.say(f"data: {sizes[0]}, held out {sizes[1]}")
-    return train(training, split, display)
+    profile, folder = Profile(config.profile, display.problem), pathlib.Path(config.out)
+    with run_folder(folder, resume=config.resume, overwrite=config.overwrite, report=display.say):
+        return train(training, split, display, profile)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    never_fail_to_encode()
     try:
         config = parse(Config, __doc__.splitlines()[0], argv)
+        check_processes(config)
         if config.json and argv is None:  # a process of its own
             keep_stdout_for_records()
         return run(config)
     except (UserError, RunError) as error:
-        print(f"train_lm: {error}", file=sys.stderr)
+        complain(f"train_lm: {error}")
         return 2 if isinstance(error, UserError) else 1
+    except KeyboardInterrupt:
+        complain("train_lm: interrupted")
+        return 130
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    flush_stdout()
+    if is_stuck.is_set():
+        os._exit(code)  # Python would wait for the writer of the checkpoint
+    sys.exit(code)

@@ -86,7 +86,7 @@ def one_line(capsys):
 
 
 def test_a_run_leaves_everything(run):
-    assert {x.name for x in run.iterdir()} == {"config.json", "metrics.jsonl", "loss.png", "checkpoints"}
+    assert {x.name for x in run.iterdir()} == {"config.json", "metrics.jsonl", "loss.png", "checkpoints", "lock"}
     found = records(run)
     assert [record["step"] for record in found] == [1, 2, 3, 4]
     assert found[3]["loss"] < found[0]["loss"] < np.log(256) + 1
@@ -156,6 +156,8 @@ def test_parameters_and_moments_are_sharded_and_drawn_alike(quick):
         ("--data-path {dangling} --ring 1", "cannot be read: No such file or directory"),
         ("--overwrite --resume --ring 1", "--overwrite and --resume exclude each other"),
         ("--out {empty}/file/run --ring 1", "Not a directory"),
+        ("--out {empty}/{long} --ring 1", "File name too long"),
+        ("--profile {empty}/file/x --ring 1", "/file/x cannot be written to: Not a directory"),
         ("--coordinator localhost:1", "--coordinator needs --num-processes and --process-id below it, got 1 and -1"),
         ("--rehearse v9:2x2", "`topology` must be one of"),
     ],
@@ -164,7 +166,8 @@ def test_mistakes_are_one_line(options, message, tmp_path, capsys, texts):
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "file").write_bytes(b"")
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
-    named = options.format(empty=tmp_path / "empty", dangling=tmp_path / "dangling").split()
+    paths = {name: tmp_path / name for name in ("empty", "dangling")}
+    named = options.format(long="x" * 300, **paths).split()
     given = ["--out", str(tmp_path / "out"), "--data-path", texts, *named]
     assert train_lm.main([*TINY, *given]) == 2
     assert message in one_line(capsys)
@@ -172,12 +175,18 @@ def test_mistakes_are_one_line(options, message, tmp_path, capsys, texts):
 
 
 def test_another_model_and_another_run_are_one_line(run, texts, capsys):
+    """And nothing in the folder changes, not even its config."""
     given = [*TINY, "--data-path", texts, "--out", str(run)]
+    files = {x: x.read_bytes() for x in run.rglob("*") if x.is_file() and x.name != "lock"}
     assert train_lm.main([*given, "--resume", "--features", "64", "--rates", "1,4"]) == 2
     line = one_line(capsys)
     assert line.startswith("--resume: the checkpoint is of another model: features 32 instead of 64, pattern ")
     assert train_lm.main(given) == 2
     assert one_line(capsys).startswith(f"{run} holds an earlier run: --resume goes on with it")
+    for other, name in (("--seq-len 32", "seq_len 64 instead of 32"), ("--seed 1", "seed 0 instead of 1")):
+        assert train_lm.main([*given, "--resume", *words(other)]) == 2
+        assert one_line(capsys) == f"--resume: the checkpoint counts rows of data in another order: {name}"
+    assert {x: x.read_bytes() for x in run.rglob("*") if x.is_file() and x.name != "lock"} == files
     assert sorted(x.name for x in (run / "checkpoints").iterdir()) == ["2", "4"]
 
 

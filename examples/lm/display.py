@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import io
 import json
 import os
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-Record = dict[str, Any]
+from lm.flags import RunError
+from lm.records import Metrics, Record, write_file
+
 GIB = 2**30
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        # by default rich ends the program: training goes on when nobody reads its lines any more
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
 class Display:
@@ -31,10 +41,11 @@ class Display:
     def __init__(self, folder: pathlib.Path, steps: int, tokens: int, as_json: bool) -> None:
         self.folder, self.steps, self.as_json = folder, steps, as_json
         self.is_first = jax.process_index() == 0
-        self.console = Console(stderr=as_json, quiet=not self.is_first, highlight=False, soft_wrap=True)
+        self.console = _Console(stderr=as_json, quiet=not self.is_first, highlight=False, soft_wrap=True)
         self.records: list[Record] = []
+        self.problems: list[str] = []
         self.clock = Clock(tokens)
-        self._file = folder / "metrics.jsonl"
+        self._metrics = Metrics(folder / "metrics.jsonl")
         columns = "{task.description}", BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}")
         self._bar = Progress(*columns, TimeElapsedColumn(), console=self.console, disable=not self.console.is_terminal)
         self._task = self._bar.add_task("training", total=steps, figures="compiling")
@@ -48,39 +59,90 @@ class Display:
 
     def say(self, text: str) -> None:
         """A line, or a few."""
-        self.console.print(text, markup=False)
+        try:
+            self.console.print(text, markup=False)
+        except OSError as error:  # a closed pipe, or a log file on a full disk
+            self._note(f"lines for the user: {error.strerror}")
+
+    def problem(self, text: str) -> None:
+        """Reports, once, what could not be done and does not end the training: the run fails at its end."""
+        if self._note(text):
+            self.say(text)
+
+    def _note(self, text: str) -> bool:
+        is_new = text not in self.problems
+        if is_new:
+            self.problems.append(text)
+        return is_new
+
+    def raise_problems(self) -> None:
+        """Raises `RunError` if there were problems."""
+        if self.problems:
+            raise RunError(f"the run is complete, but not all could be written: {'; '.join(self.problems)}")
 
     def begin(self, step: int) -> None:
-        """Keeps the records up to this step and forgets those after it, which a resumed run writes again."""
+        """Keeps the records up to this step and forgets those after it, which a resumed run writes again.
+
+        Raises:
+            RunError: If the file with the records cannot be read or changed.
+        """
         if not self.is_first:
             return
-        if step and self._file.exists():
-            self.records = [x for x in map(json.loads, self._file.read_text().splitlines()) if x["step"] <= step]
-        partial = self._file.with_suffix(".partial")
-        partial.write_text("".join(json.dumps(record) + "\n" for record in self.records))
-        os.replace(partial, self._file)
+        self.records, torn = self._metrics.begin(step)
+        if torn:
+            self.say(torn)
         self._bar.update(self._task, completed=step)
 
     def advance(self, step: int) -> None:
         """Moves the bar."""
         self._bar.update(self._task, completed=step)
 
+    def attempt(self, what: str, write: Callable[[], None]) -> None:
+        """Writes something that may fail without ending the training."""
+        try:
+            write()
+        except OSError as error:
+            self.problem(f"{what} could not be written to {self.folder}: {(error.strerror or str(error)).lower()}")
+
     def log(self, record: Record) -> None:
         """A record of a step: a JSON line, and figures for the person."""
         if not self.is_first:
             return
         self.records.append(record)
-        line = json.dumps(record)
-        with self._file.open("a") as file:
-            file.write(line + "\n")
+        self.attempt("metrics.jsonl", lambda: self._metrics.add(record))
         if self.as_json:
-            print(line, flush=True)
+            try:
+                print(json.dumps(record), flush=True)
+            except OSError as error:
+                self._note(f"records on stdout: {error.strerror}")
         left = (self.steps - record["step"]) * record["seconds_per_step"]
         figures = f"loss {record['loss']:.4f}, {record['tokens_per_second']:,.0f} tokens/s, {_duration(left)} left"
         self._bar.update(self._task, completed=record["step"], figures=figures)
         held_out = f", held out {record['validation_loss']:.4f}" if "validation_loss" in record else ""
         if not self.console.is_terminal or held_out:
             self.say(f"step {record['step']:>6} of {self.steps}: {figures}{held_out}")
+
+    def sync(self) -> None:
+        """Puts the records on disk: before a checkpoint, which is not to be newer than they are."""
+        if self.is_first:
+            self.attempt("metrics.jsonl", lambda: self._metrics.flush(to_disk=True))
+
+    def finish(self, sample: str, entropy: float) -> None:
+        """Writes the sample and the curve, and compares the loss with the entropy of single bytes."""
+        if not self.is_first:
+            return
+        if sample:
+            self.attempt("sample.txt", lambda: write_file(self.folder / "sample.txt", sample.encode()))
+            self.say(f"\na sample:\n{sample}\n")
+        if self.records:
+            curve = loss_curve(self.records, entropy)
+            self.attempt("loss.png", lambda: write_file(self.folder / "loss.png", curve))
+            last = self.records[-1]
+            held_out = f", held out {last['validation_loss']:.4f}" if "validation_loss" in last else ""
+            verdict = "below" if last["loss"] < entropy else "NOT below"
+            nats = f"{entropy:.4f} nats per byte"
+            self.say(f"loss {last['loss']:.4f}{held_out}: {verdict} the unigram entropy of the corpus, {nats}")
+        self.say(f"metrics, checkpoints, curve and sample are in {self.folder}")
 
 
 class Clock:
@@ -103,8 +165,32 @@ class Clock:
 
 def keep_stdout_for_records() -> None:
     """Sends to stderr what libraries write to stdout by themselves (the CPU's collectives greet their peers there)."""
-    sys.stdout = os.fdopen(os.dup(1), "w")
+    sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
+
+
+def never_fail_to_encode() -> None:
+    """Makes characters that the locale cannot encode appear as escapes, instead of as errors."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
+
+
+def complain(text: str) -> None:
+    """Writes a line to stderr, if it takes one: it may be a file on a full disk."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def flush_stdout() -> None:
+    """Flushes stdout, and drops what it does not take: Python would end with a message and code 120."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError, ValueError):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
 
 
 def memory_line(compiled: jax.stages.Compiled) -> str:
@@ -124,8 +210,8 @@ def device_bytes(compiled: jax.stages.Compiled) -> tuple[int, int, int]:
     return memory.argument_size_in_bytes, max(0, results), memory.temp_size_in_bytes
 
 
-def loss_curve(path: pathlib.Path, records: Sequence[Record], unigram_entropy: float) -> None:
-    """Draws the losses of the records, beside the entropy of single bytes."""
+def loss_curve(records: Sequence[Record], unigram_entropy: float) -> bytes:
+    """Draws the losses of the records, beside the entropy of single bytes, as a PNG."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -139,7 +225,9 @@ def loss_curve(path: pathlib.Path, records: Sequence[Record], unigram_entropy: f
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="Training of a LongNet language model")
     axes.grid(alpha=0.3)
     axes.legend()
-    figure.savefig(path, dpi=120)
+    content = io.BytesIO()
+    figure.savefig(content, dpi=120, format="png")
+    return content.getvalue()
 
 
 def _duration(seconds: float) -> str:

@@ -2,7 +2,7 @@
 
     @dataclasses.dataclass(frozen=True)
     class Config:
-        steps: int = flag(100, "optimiser steps")
+        steps: int = flag(100, "optimiser steps", at_least(1))
 
     config = parse(Config, "what the program does", argv)    # --steps 200
 
@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import math
+import re
 import typing
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 Config = TypeVar("Config")
 
@@ -29,9 +31,48 @@ class RunError(Exception):
     """A run that cannot go on; the text is one line that says why."""
 
 
-def flag(default: Any, help: str, least: float | None = None) -> Any:
-    """A field of a config: its default, the sentence that `--help` shows, and the least that it may be."""
-    return dataclasses.field(default=default, metadata={"help": help, "least": least})
+class Rule(NamedTuple):
+    """What a value must fulfil, in words that follow "must be", and a function that checks it."""
+
+    text: str
+    holds: Callable[[Any], bool]
+
+
+def at_least(bound: float) -> Rule:
+    return Rule(f"at least {bound}", lambda x: x >= bound)
+
+
+def at_most(bound: float) -> Rule:
+    return Rule(f"at most {bound}", lambda x: x <= bound)
+
+
+def above(bound: float) -> Rule:
+    return Rule(f"above {bound}", lambda x: x > bound)
+
+
+def one_of(*choices: str) -> Rule:
+    return Rule(f"one of {', '.join(choices)}", lambda x: x in choices)
+
+
+def _is_address(text: str) -> bool:
+    found = re.fullmatch(r"(\[[0-9A-Fa-f:.%\w]+\]|[^\s:\[\]/]+):([0-9]{1,5})", text)
+    return text == "" or (found is not None and 0 < int(found[2]) < 2**16)
+
+
+def _is_encodable(text: str) -> bool:
+    return not any("\ud800" <= x <= "\udfff" for x in text)  # bytes that are no characters
+
+
+ADDRESS = Rule("HOST:PORT with a port from 1 to 65535", _is_address)
+PATH = Rule("a name that this locale can decode (LC_ALL=C.UTF-8 helps)", _is_encodable)
+NAMED_PATH = Rule("the name of a folder", lambda x: x != "")
+_LARGEST = at_most(2**31 - 1)  # of counts: they become 32-bit numbers
+_FINITE = Rule("a finite number", math.isfinite)
+
+
+def flag(default: Any, help: str, *rules: Rule) -> Any:
+    """A field of a config: its default, the sentence that `--help` shows, and rules for its value (or each of them)."""
+    return dataclasses.field(default=default, metadata={"help": help, "rules": rules})
 
 
 def parse(config: type[Config], about: str, argv: Sequence[str] | None) -> Config:
@@ -47,10 +88,18 @@ def parse(config: type[Config], about: str, argv: Sequence[str] | None) -> Confi
             parser.add_argument(name, type=_reader(kind), metavar=_shown(kind), **options)
     made = config(**vars(parser.parse_args(argv)))
     for field in dataclasses.fields(config):
-        value, least = getattr(made, field.name), field.metadata["least"]
-        if least is not None and not value >= least:
-            raise UserError(f"--{field.name.replace('_', '-')} must be at least {least}, got {value}")
+        _check(f"--{field.name.replace('_', '-')}", getattr(made, field.name), field.metadata["rules"])
     return made
+
+
+def _check(option: str, value: Any, rules: Sequence[Rule]) -> None:
+    for item in value if isinstance(value, tuple) else (value,):
+        general = (_FINITE,) if isinstance(item, float) else ()
+        if isinstance(item, int) and not any(rule.text.startswith("at most") for rule in rules):
+            general = (_LARGEST,)
+        for rule in (*general, *rules):
+            if not rule.holds(item):
+                raise UserError(f"{option} must be {rule.text}, got {item!r}")
 
 
 @contextlib.contextmanager

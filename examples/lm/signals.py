@@ -1,6 +1,4 @@
-"""A request to stop (SIGTERM, Ctrl-C, or the end of the launcher), answered between two steps, at the same step in all
-processes.
-"""
+"""A request to stop (SIGTERM, Ctrl-C, a closed terminal), answered between steps, at the same one in all processes."""
 
 from __future__ import annotations
 
@@ -46,8 +44,9 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if jax.process_count() == 1:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._before[number] = signal.signal(number, self._note)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                    self._before[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, *_: object) -> None:
