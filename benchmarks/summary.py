@@ -91,8 +91,9 @@ def sentences(tables: Sequence[Table]) -> list[str]:
         f"Rings of 2, 4 and 8 CPU devices take {value_range(column(time, *RINGS))} times as long as one device on the "
         "same cores (or as two head-sharded devices where those are faster), and all devices together use "
         f"{value_range(column(memory, *RINGS))} times the memory of one. For two GPUs, the DarcStar-Solutions-Tech "
-        "fork of fkodom/dilated-attention-pytorch, whose `RingDilatedAttentionV2Collective` class ringjax reimplements, "
-        f"published {last(time, 'ring of 2')} times the time and {last(memory, 'ring of 2')} times the memory.",
+        "fork of fkodom/dilated-attention-pytorch, whose `RingDilatedAttentionV2Collective` class ringjax "
+        f"reimplements, published {last(time, 'ring of 2')} times the time and {last(memory, 'ring of 2')} times the "
+        "memory.",
         "A ring of two devices on two cores is "
         f"{value_range(column(by_name['cores'], 'speedup'))} times as fast as one device on one core.",
         f"From {scaling.rows[0]['tokens']:,} to {scaling.rows[-2]['tokens']:,} tokens at constant work per token, "
