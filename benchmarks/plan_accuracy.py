@@ -94,7 +94,7 @@ def measure(platform: str, path: pathlib.Path) -> list[dict]:
     rows = read([path]) if path.exists() else []
     for case in CASES[platform]:
         for part in case.parts:
-            known = {"about": case.about, "part": part, "job": dataclasses.asdict(case.job), "asked": case.target}
+            known = {"about": case.about, "part": part, "job": dataclasses.asdict(case.job), "target_name": case.target}
             if any(known.items() <= row.items() for row in rows):
                 continue
             rows.append({**rehearsed_apart(case.job, case.target, part).to_dict(), **known})
@@ -107,7 +107,7 @@ def read(paths: list[pathlib.Path]) -> list[dict]:
     """Reads results of compiled programs and adds the current predictions of the plan."""
     rows = [row for path in paths for row in json.loads(path.read_text())]
     for row in rows:
-        target = target_named(row["asked"])
+        target = target_named(row["target_name"])
         planned = expected(on_target(Job(**row["job"]), target), target, row["part"])
         row |= {name: getattr(planned, name) for name in ("planned_bytes", "planned_permutes", "planned_sent_bytes")}
     return rows
@@ -132,7 +132,7 @@ def messages(row: dict) -> str:
 
 def planned_others(row: dict) -> int:
     """Returns the number of planned collectives other than permutes."""
-    plan = on_target(Job(**row["job"]), target_named(row["asked"])).plan()
+    plan = on_target(Job(**row["job"]), target_named(row["target_name"])).plan()
     passes = ("forward",) if row["part"] == "forward" else ("forward", "backward")
     collectives = [m for branch in plan.branches for name in passes for m in getattr(branch, name)]
     return sum(m.number for m in collectives if m.op != "collective-permute")
