@@ -1,13 +1,13 @@
-"""Rings of accelerators, compiled by their own compilers on a machine that has none, and what the programs say.
+"""Compiles rings ahead of time for TPU and GPU topologies, without the accelerators, and checks the programs.
 
-For every case: does it compile, what does a device hold, do the messages of the hop loops travel while a kernel runs,
-and what do the kernels take. Each program is compiled in a process of its own. If a check fails, the command says which
-and fails too.
+For every case this reports whether the program compiles, its memory per device, whether the communication of the hop
+loops overlaps with a kernel, and the resources of the kernels. Each program is compiled in its own process. Failed
+checks are listed, and the command then exits with status 1.
 
-    python benchmarks/aot.py tpu                     # `make aot-tpu`, which installs the compiler
+    python benchmarks/aot.py tpu                     # `make aot-tpu` also installs the compiler
     python benchmarks/aot.py cuda                    # `make aot-cuda`
     python benchmarks/aot.py tpu --case million --json million.json
-    python benchmarks/aot.py tpu --broken late-permute   # messages sent after the work: the check must fail
+    python benchmarks/aot.py tpu --broken late-permute   # sends after the compute: the check must fail
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A workload, the targets of each platform, and the passes."""
+    """A workload, its targets by platform, and its passes."""
 
     about: str
     workload: Workload
@@ -72,7 +72,7 @@ CASES = {
 
 @dataclasses.dataclass
 class Row:
-    """What is known of one program; None where the compiler does not say, or there is nothing of the kind."""
+    """Properties of one compiled program; None where the compiler does not report a value or it does not apply."""
 
     case: str
     target: str
@@ -93,51 +93,51 @@ class Row:
     copied_bytes: int = 0
     kernels: list[str] = dataclasses.field(default_factory=list)
     kernels_without_cost: list[str] = dataclasses.field(default_factory=list)
-    kernel_bytes: int | None = None  # VMEM, or shared memory of a block: the most that a kernel takes
+    kernel_bytes: int | None = None  # largest VMEM, or shared memory per block, of any kernel
     registers: int | None = None
-    spilled_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # by kernel, where the compiler says
+    spilled_bytes: dict[str, int] = dataclasses.field(default_factory=dict)  # by kernel, where reported
 
     @property
     def device_bytes(self) -> int | None:
-        """What a device holds: arguments, results and all between."""
+        """Memory per device: arguments, outputs and temporaries."""
         if self.argument_bytes is None or self.output_bytes is None or self.temporary_bytes is None:
             return None
         return self.argument_bytes + self.output_bytes + self.temporary_bytes
 
     def failures(self, needs_kernel: bool) -> list[str]:
-        """The checks that fail, as sentences."""
+        """Returns the failed checks as messages."""
         target = target_named(self.target)
         if not self.compiled:
             return [f"does not compile: {self.error}"]
-        found = []
+        failures = []
         if needs_kernel and not self.kernels:
-            found.append("has no kernel")
+            failures.append("has no kernel")
         if self.hop_permutes == 0:
-            found.append("has no hop loop")
+            failures.append("has no hop loop")
         by_kernel = needs_kernel or bool(self.kernels)
-        work = "a kernel" if by_kernel else "any matrix multiply"
+        compute = "a kernel" if by_kernel else "a matrix multiply"
         hidden = self.hop_permutes_hidden_by_kernel + (0 if by_kernel else self.hop_permutes_hidden_by_dots)
         if hidden < self.hop_permutes:
             exposed = self.hop_permutes - hidden
-            found.append(f"{exposed} of {self.hop_permutes} messages in hop loops travel without {work} meanwhile")
+            failures.append(f"{exposed} of {self.hop_permutes} permutes in hop loops do not overlap with {compute}")
         if self.permutes_async < self.permutes:
-            found.append(f"{self.permutes - self.permutes_async} of {self.permutes} messages are synchronous")
+            failures.append(f"{self.permutes - self.permutes_async} of {self.permutes} permutes are synchronous")
         if self.kernels and self.kernel_bytes is None:
-            found.append("does not tell what its kernels take")
+            failures.append("does not report the resources of its kernels")
         if self.device_bytes is not None and self.device_bytes > target.memory_bytes:
-            found.append(f"needs {self.device_bytes / GIB:.1f} GiB of {target.memory_bytes / GIB:.1f} GiB")
+            failures.append(f"needs {self.device_bytes / GIB:.1f} GiB of {target.memory_bytes / GIB:.1f} GiB")
         if self.kernel_bytes is not None and self.kernel_bytes > target.kernel_memory_bytes:
-            found.append(f"has a kernel that takes {self.kernel_bytes} bytes of {target.kernel_memory_bytes}")
+            failures.append(f"has a kernel that needs {self.kernel_bytes} bytes of {target.kernel_memory_bytes}")
         if self.kernels_without_cost:
-            found.append(f"has kernels that do not tell the compiler their cost: {self.kernels_without_cost}")
+            failures.append(f"has kernels without a cost estimate: {self.kernels_without_cost}")
         spilled = self.spilled_bytes.get("ringjax_forward", 0)
         if spilled and CASES[self.case].workload.head_dim <= 128:
-            found.append(f"has a forward kernel that spills {spilled} bytes")
-        return found
+            failures.append(f"has a forward kernel that spills {spilled} bytes")
+        return failures
 
 
 def measure(row: Row, implementation: str | None, with_options: bool) -> Row:
-    """Compiles one program and reads what it says."""
+    """Compiles one program and reads its properties."""
     target = target_named(row.target)
     if not with_options:
         target = dataclasses.replace(target, options=())
@@ -153,55 +153,57 @@ def measure(row: Row, implementation: str | None, with_options: bool) -> Row:
         memory = compiled.memory_analysis()
         row.argument_bytes, row.temporary_bytes = memory.argument_size_in_bytes, memory.temp_size_in_bytes
         row.output_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
-        read = schedule(compiled.as_text())
-        _fill_schedule(row, read)
-        _fill_kernels(row, read, target, folder)
+        parsed = schedule(compiled.as_text())
+        _fill_schedule(row, parsed)
+        _fill_kernels(row, parsed, target, folder)
     return row
 
 
-def _fill_schedule(row: Row, read: Schedule) -> None:
-    row.permutes, row.permutes_async = len(read.permutes), read.num_async
-    row.hop_permutes = len(read.in_hop_loops)
-    row.hop_permutes_hidden_by_kernel = len(read.hidden(("kernel",)))
-    row.hop_permutes_hidden_by_dots = len(read.hidden(("dots",)))
-    exposed = [x for x in read.permutes if not x.is_async or x.between == "nothing"]
-    row.other_permutes_hidden = sum(not x.in_hop_loop for x in read.permutes) - sum(not x.in_hop_loop for x in exposed)
+def _fill_schedule(row: Row, parsed: Schedule) -> None:
+    row.permutes, row.permutes_async = len(parsed.permutes), parsed.num_async
+    row.hop_permutes = len(parsed.in_hop_loops)
+    row.hop_permutes_hidden_by_kernel = len(parsed.hidden(("kernel",)))
+    row.hop_permutes_hidden_by_dots = len(parsed.hidden(("dots",)))
+    exposed = [x for x in parsed.permutes if not x.is_async or x.between == "nothing"]
+    row.other_permutes_hidden = sum(not x.in_hop_loop for x in parsed.permutes) - sum(
+        not x.in_hop_loop for x in exposed
+    )
     row.exposed = [
         f"{x.name} in {x.computation}, {x.bytes} bytes, {'asynchronous' if x.is_async else 'synchronous'}"
         for x in exposed
     ]
-    row.copied_bytes = read.copied_bytes
+    row.copied_bytes = parsed.copied_bytes
 
 
-def _fill_kernels(row: Row, read: Schedule, target: Target, folder: str) -> None:
-    """Of our kernels, or on GPUs of XLA's if there are none of ours."""
-    row.kernels = sorted({kernel.name for kernel in read.kernels})
+def _fill_kernels(row: Row, parsed: Schedule, target: Target, folder: str) -> None:
+    """Fills in the resources of the ringjax kernels or, on GPUs without any, of the kernels generated by XLA."""
+    row.kernels = sorted({kernel.name for kernel in parsed.kernels})
     if not isinstance(target, CudaTarget):
-        row.kernel_bytes = read.vmem_bytes
-        row.kernels_without_cost = sorted({kernel.name for kernel in read.kernels if not kernel.flops})
+        row.kernel_bytes = parsed.vmem_bytes
+        row.kernels_without_cost = sorted({kernel.name for kernel in parsed.kernels if not kernel.flops})
         return
-    found = kernel_resources(pathlib.Path(folder), target.architecture, row.kernels or None)
-    row.kernel_bytes = max(kernel.shared_bytes for kernel in found)
-    row.registers = max(kernel.registers for kernel in found)
-    for kernel in found:
+    kernels = kernel_resources(pathlib.Path(folder), target.architecture, row.kernels or None)
+    row.kernel_bytes = max(kernel.shared_bytes for kernel in kernels)
+    row.registers = max(kernel.registers for kernel in kernels)
+    for kernel in kernels:
         name = kernel.plain_name if row.kernels else "XLA's"
         row.spilled_bytes[name] = max(row.spilled_bytes.get(name, 0), kernel.spilled_bytes)
 
 
-def break_(how: str) -> None:
-    """Makes this process compile a worse program, to see that the checks notice."""
-    if how == "no-cost":
+def degrade(defect: str) -> None:
+    """Patches ringjax to compile a worse program, to verify that the checks fail."""
+    if defect == "no-cost":
         from jax.experimental import pallas  # noqa: PLC0415
 
-        whole = pallas.pallas_call
-        pallas.pallas_call = lambda *args, **options: whole(*args, **{**options, "cost_estimate": None})
+        original = pallas.pallas_call
+        pallas.pallas_call = lambda *args, **options: original(*args, **{**options, "cost_estimate": None})
         return
     from jax import lax  # noqa: PLC0415
 
     from ringjax.ring import Circle  # noqa: PLC0415
 
     def visit_all(self, cargo, begun, state, visit):
-        """As in `Circle`, but what arrived is sent on only when the work on it is done."""
+        """Rotates the payload only after the compute on it has finished."""
         me = lax.axis_index(self.axis_name)
         first = 0 if self.is_uniform else 1
         if first:
@@ -220,15 +222,15 @@ def break_(how: str) -> None:
 
 
 def table(rows: list[Row], platform: str) -> Table:
-    """One line for each program."""
-    near = "VMEM" if platform == "tpu" else "shared, registers, spills (forward / dq / dk, dv)"
+    """Returns a table with one row per program."""
+    resources = "VMEM" if platform == "tpu" else "shared, registers, spills (forward / dq / dk, dv)"
     shown = Table(box=rich.box.SIMPLE_HEAD)
-    for title in ("case", "target", "pass", "compiled", "seconds", "GiB of a device", "permutes async"):
+    for title in ("case", "target", "pass", "compiled", "seconds", "GiB per device", "async permutes"):
         shown.add_column(title, justify="left" if title in ("case", "target", "pass") else "right")
-    shown.add_column("in hop loops: beside a kernel / dots / all", justify="right")
-    shown.add_column("elsewhere: beside work / all", justify="right")
+    shown.add_column("hop loops: hidden by kernel / dots / all", justify="right")
+    shown.add_column("elsewhere: hidden / all", justify="right")
     shown.add_column("copied per hop", justify="right")
-    shown.add_column(f"kernels: {near}", justify="right")
+    shown.add_column(f"kernels: {resources}", justify="right")
     for row in rows:
         cells = [row.case, row.target, row.part, "yes" if row.compiled else "NO"]
         if row.compiled:
@@ -250,27 +252,27 @@ def table(rows: list[Row], platform: str) -> Table:
 
 def _kernels_cell(row: Row) -> str:
     if row.kernel_bytes is None:
-        return "not told" if row.kernels else "no kernel"
-    whose = f"{len(row.kernels)}: " if row.kernels else "XLA's: "
+        return "not reported" if row.kernels else "no kernel"
+    owner = f"{len(row.kernels)}: " if row.kernels else "XLA's: "
     if row.registers is None:
-        return f"{whose}{row.kernel_bytes / 2**20:.1f} MiB"
+        return f"{owner}{row.kernel_bytes / 2**20:.1f} MiB"
     names = [f"ringjax_{name}" for name in PASSES] if row.kernels else ["XLA's"]
     spills = " / ".join(str(row.spilled_bytes.get(name, "-")) for name in names)
-    return f"{whose}{row.kernel_bytes / 1024:.0f} KiB, {row.registers}, {spills} B"
+    return f"{owner}{row.kernel_bytes / 1024:.0f} KiB, {row.registers}, {spills} B"
 
 
-def compile_apart(row: Row, options: argparse.Namespace) -> Row:
-    """`measure` in a new process, which may die without harm."""
-    asked = {
+def compile_in_subprocess(row: Row, options: argparse.Namespace) -> Row:
+    """Calls `measure` in a new process, because compilers can crash."""
+    request = {
         "row": dataclasses.asdict(row),
         "implementation": options.implementation,
         "broken": options.broken,
         "with_options": not options.without_options,
     }
-    command = [sys.executable, __file__, options.platform, "--worker", json.dumps(asked)]
+    command = [sys.executable, __file__, options.platform, "--worker", json.dumps(request)]
     done = subprocess.run(command, capture_output=True, text=True, env=os.environ | ENVIRONMENT, check=False)
     if done.returncode:
-        row.error = f"the process ended with {done.returncode}: {done.stderr[-2000:]}"
+        row.error = f"the process exited with code {done.returncode}: {done.stderr[-2000:]}"
         return row
     return Row(**json.loads(done.stdout.splitlines()[-1]))
 
@@ -278,25 +280,33 @@ def compile_apart(row: Row, options: argparse.Namespace) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("platform", choices=("tpu", "cuda"))
-    parser.add_argument("--case", choices=CASES, action="append", help="one of the cases; all by default")
-    parser.add_argument("--target", action="append", help="instead of those of the case, such as v5e:2x2 or H100")
-    parser.add_argument("--pass", dest="part", choices=("forward", "gradient"), help="both by default")
-    parser.add_argument("--implementation", choices=("xla", "pallas"), help="what ringjax chooses by default")
-    parser.add_argument("--without-options", action="store_true", help="leave out the XLA options of the targets")
+    parser.add_argument("--case", choices=CASES, action="append", help="compile only this case (default: all)")
     parser.add_argument(
-        "--broken", choices=("no-cost", "late-permute"), help="compile a worse program: a check must fail"
+        "--target", action="append", help="target, such as v5e:2x2 or H100 (default: those of the case)"
     )
-    parser.add_argument("--json", type=pathlib.Path, help="write all figures to this file")
+    parser.add_argument(
+        "--pass", dest="part", choices=("forward", "gradient"), help="compile only this pass (default: both)"
+    )
+    parser.add_argument(
+        "--implementation", choices=("xla", "pallas"), help="implementation (default: chosen by ringjax)"
+    )
+    parser.add_argument("--without-options", action="store_true", help="compile without the XLA options of the targets")
+    parser.add_argument(
+        "--broken", choices=("no-cost", "late-permute"), help="compile a degraded program, for which a check must fail"
+    )
+    parser.add_argument("--json", type=pathlib.Path, help="write all results to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.broken == "no-cost" and options.platform == "cuda":
-        parser.error("--broken no-cost is for TPUs: kernels for GPUs have no cost to leave out")
+        parser.error("--broken no-cost requires platform tpu: GPU kernels have no cost estimate")
     if options.worker:
-        asked = json.loads(options.worker)
-        if asked["broken"]:
-            break_(asked["broken"])
+        request = json.loads(options.worker)
+        if request["broken"]:
+            degrade(request["broken"])
         print(
-            json.dumps(dataclasses.asdict(measure(Row(**asked["row"]), asked["implementation"], asked["with_options"])))
+            json.dumps(
+                dataclasses.asdict(measure(Row(**request["row"]), request["implementation"], request["with_options"]))
+            )
         )
         return
 
@@ -308,14 +318,14 @@ def main() -> None:
         for target in options.target or case.targets[options.platform]:
             for part in case.passes:
                 if options.part in (None, part):
-                    row = compile_apart(Row(name, target, part), options)
-                    took = f"{row.seconds:.0f} s" if row.compiled else "failed"
-                    console.print(f"  {target} {part}: {took}", highlight=False)
+                    row = compile_in_subprocess(Row(name, target, part), options)
+                    status = f"{row.seconds:.0f} s" if row.compiled else "failed"
+                    console.print(f"  {target} {part}: {status}", highlight=False)
                     rows.append(row)
     console.print(table(rows, options.platform))
     for name in dict.fromkeys(row.target for row in rows):
         if target_named(name).options and not options.without_options:
-            console.print(f"{name}: with {dict(target_named(name).options)}", highlight=False)
+            console.print(f"{name}: compiled with {dict(target_named(name).options)}", highlight=False)
     if options.json:
         options.json.write_text(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     failed = False
@@ -325,7 +335,7 @@ def main() -> None:
             console.print(f"FAILED {row.case} {row.target} {row.part}: {failure}", style="red", highlight=False)
     if failed:
         sys.exit(1)
-    console.print("All checks hold.")
+    console.print("All checks passed.")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Time per token and bytes of a decoding cache, at 32,768 and at 1,048,576 tokens of context.
+"""Measures time per token and size of decoding caches, at contexts of 32,768 and 1,048,576 tokens.
 
-Measured inside a worker for `decode.py`. Three caches of the same heads: ours for segments of 2048, 8192 and 32768
-(rates 1, 4, 16), ours for a pattern that reaches over the whole context, and a dense cache, whose every token attends
-over every other. All run the same loop: some tokens in one `lax.scan`, the cache donated, repeats interleaved, the
-median taken.
+Runs inside a worker for `decode.py`. There are three caches with the same heads: ringjax with segments 2048, 8192 and
+32768 (rates 1, 4, 16), ringjax with segments up to the whole context, and a dense cache, where each token attends to
+all previous ones. All run the same loop, a `lax.scan` over tokens with a donated cache; repeats are interleaved.
 """
 
 from __future__ import annotations
@@ -22,44 +21,45 @@ import ringjax as rj
 
 CONTEXTS = (32_768, 1_048_576)
 HEADS, DIM = 8, 64
-NEAR = rj.DilationPattern((2048, 8192, 32768), (1, 4, 16))
+FIXED = rj.DilationPattern((2048, 8192, 32768), (1, 4, 16))
 
 
-class Dense(NamedTuple):
-    """Keys and values (K, T, H) of all tokens, and how many there are."""
+class DenseCache(NamedTuple):
+    """Keys and values (K, T, H) of all tokens, and the number of tokens so far."""
 
     keys: Array
     values: Array
     length: Array
 
 
-def dense_step(cache: Dense, query: Array, key: Array, value: Array) -> tuple[Array, Dense]:
-    """Causal attention of one token (1, 1, N, H) over all before it and itself."""
+def dense_step(cache: DenseCache, query: Array, key: Array, value: Array) -> tuple[Array, DenseCache]:
+    """Computes causal attention of one token (1, 1, N, H) and appends it to the cache."""
     q, k, v = (x[0].transpose(1, 0, 2) for x in (query, key, value))  # (N, 1, H)
     keys, values = (
         lax.dynamic_update_slice(x, new, (0, cache.length, 0)) for x, new in ((cache.keys, k), (cache.values, v))
     )
     scores = (keys @ q.transpose(0, 2, 1))[..., 0] * DIM**-0.5
-    is_there = jnp.arange(keys.shape[1]) <= cache.length
-    weights = jax.nn.softmax(jnp.where(is_there[None], scores, -jnp.inf), axis=-1)
+    is_valid = jnp.arange(keys.shape[1]) <= cache.length
+    weights = jax.nn.softmax(jnp.where(is_valid[None], scores, -jnp.inf), axis=-1)
     out = (weights[:, None] @ values).transpose(1, 0, 2)[None]
-    return out, Dense(keys, values, cache.length + 1)
+    return out, DenseCache(keys, values, cache.length + 1)
 
 
-def dense_cache(context: int) -> Dense:
-    rows = (HEADS, context, DIM)
-    return Dense(jnp.full(rows, 0.01), jnp.full(rows, 1.0), jnp.int32(context // 2))
+def dense_cache(context: int) -> DenseCache:
+    """Returns a half-full dense cache."""
+    shape = (HEADS, context, DIM)
+    return DenseCache(jnp.full(shape, 0.01), jnp.full(shape, 1.0), jnp.int32(context // 2))
 
 
-def our_cache(pattern: rj.DilationPattern, context: int) -> rj.DecodeCache:
-    """A cache in the middle of its context, as if it had been filled there."""
+def ringjax_cache(pattern: rj.DilationPattern, context: int) -> rj.DecodeCache:
+    """Returns a cache at the middle of its context, filled with random keys and values."""
     cache = rj.init_cache(pattern, 1, HEADS, DIM, context)
     keys = tuple(jax.random.normal(jax.random.key(2), k.shape) for k in cache.keys)
     return rj.DecodeCache(keys, tuple(x + 1 for x in keys), jnp.full(1, context // 2, jnp.int32), pattern, context)
 
 
-class Loop:
-    """Tokens after tokens on one cache, which is donated and comes back."""
+class DecodeLoop:
+    """Decodes a fixed number of tokens per call, donating the cache."""
 
     def __init__(self, step: Callable, cache, tokens: int) -> None:
         def run(cache, new):
@@ -76,15 +76,14 @@ class Loop:
         self.cache, _ = jax.block_until_ready(self.run(cache, self.new))
 
     def __call__(self) -> float:
-        """Seconds per token."""
-
-        begin = time.perf_counter()
+        """Decodes the tokens and returns the seconds per token."""
+        start = time.perf_counter()
         self.cache, _ = jax.block_until_ready(self.run(self.cache, self.new))
-        return (time.perf_counter() - begin) / len(self.new)
+        return (time.perf_counter() - start) / len(self.new)
 
 
-def check() -> None:
-    """The two loops are what they say: a cache of one dense branch is the dense cache."""
+def check_equivalence() -> None:
+    """Checks that a ringjax cache with a single dense branch gives the same outputs as the dense cache."""
     pattern = rj.DilationPattern((64,), (1,))
     new = jax.random.normal(jax.random.key(0), (40, 1, 1, HEADS, DIM))
     ours, dense = rj.init_cache(pattern, 1, HEADS, DIM, 64), dense_cache(64)._replace(length=jnp.int32(0))
@@ -93,15 +92,15 @@ def check() -> None:
     assert np.abs(np.asarray(a) - np.asarray(b)).max() < 1e-5
 
 
-def figures(repeats: int) -> list[dict]:
-    """Seconds per token and bytes of every cache at every context."""
-    check()
-    reach = rj.DilationPattern.geometric(1024, 1_048_576, 4)
-    loops: dict[tuple[str, int], Loop] = {}
+def measure(repeats: int) -> list[dict]:
+    """Returns seconds per token and bytes of every cache at every context."""
+    check_equivalence()
+    growing = rj.DilationPattern.geometric(1024, 1_048_576, 4)
+    loops: dict[tuple[str, int], DecodeLoop] = {}
     for context in CONTEXTS:
-        loops["segments to 32,768", context] = Loop(rj.decode_step, our_cache(NEAR, context), 256)
-        loops["segments to 1,048,576", context] = Loop(rj.decode_step, our_cache(reach, context), 256)
-        loops["dense", context] = Loop(dense_step, dense_cache(context), 8 if context < 100_000 else 1)
+        loops["segments up to 32,768", context] = DecodeLoop(rj.decode_step, ringjax_cache(FIXED, context), 256)
+        loops["segments up to 1,048,576", context] = DecodeLoop(rj.decode_step, ringjax_cache(growing, context), 256)
+        loops["dense", context] = DecodeLoop(dense_step, dense_cache(context), 8 if context < 100_000 else 1)
     times: dict[tuple[str, int], list[float]] = {key: [] for key in loops}
     for _ in range(repeats):
         for key, loop in loops.items():

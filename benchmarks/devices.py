@@ -1,61 +1,65 @@
-"""How well devices are used: share of their peak, bandwidth of a hop, share of the messages that work hides.
+"""Measures device utilization: fraction of peak FLOP/s, bandwidth of a hop, and how much communication is hidden.
 
-The same command on GPUs and TPUs, where it uses the devices at hand, and on CPU devices, where it shows that it works.
+The same command runs on GPUs, TPUs and simulated CPU devices. On CPU it only shows that the measurement works.
 
     python benchmarks/devices.py            # `make bench BENCH="--parts devices"`
 """
 
 from __future__ import annotations
 
-from harness import Bench, Table, passes
+from harness import Bench, Table, pass_name
 from workloads import Case
 
 
-def measured_cases(bench: Bench) -> list[Case]:
-    """On accelerators 16,384 tokens for each device, and in the long run 131,072; less on CPU devices."""
-    number = bench.devices["number"] if not bench.is_cpu else 2
-    each = ([4096] if bench.quick else [8192, 32768]) if bench.is_cpu else ([16384] if bench.quick else [16384, 131072])
+def cases(bench: Bench) -> list[Case]:
+    """Returns the cases: on accelerators 16,384 tokens per device (and 131,072 in a full run), fewer on CPU."""
+    count = device_count(bench)
+    if bench.is_cpu:
+        tokens_per_device = [4096] if bench.quick else [8192, 32768]
+    else:
+        tokens_per_device = [16384] if bench.quick else [16384, 131072]
     dim = 64 if bench.is_cpu else 128
-    found = []
-    for length in (tokens * number for tokens in each):
-        found.append(Case("three branches", length, (2048, 4 * 2048, length), (1, 4, 16), dim=dim))
+    result = []
+    for length in (tokens * count for tokens in tokens_per_device):
+        result.append(Case("three branches", length, (2048, 4 * 2048, length), (1, 4, 16), dim=dim))
     if not (bench.quick and bench.is_cpu):
-        found.append(Case("dense", 4096 * number, (4096 * number,), (1,), dim=dim))
-    return [bench.fit(case) for case in found]
+        result.append(Case("dense", 4096 * count, (4096 * count,), (1,), dim=dim))
+    return [bench.adapt(case) for case in result]
+
+
+def device_count(bench: Bench) -> int:
+    return 2 if bench.is_cpu else bench.devices["count"]
 
 
 def tables(bench: Bench) -> list[Table]:
-    """All that this part measures."""
+    """Measures all tables of this part."""
     rows = []
-    number = bench.devices["number"] if not bench.is_cpu else 2
-    for case in measured_cases(bench):
-        for size in sorted({1, number}):
+    for case in cases(bench):
+        for size in sorted({1, device_count(bench)}):
             for grad in (False, True):
-                bench.say(f"use of {size} device(s), {case.name}, {case.length:,} tokens, {passes(grad)}")
+                bench.log(f"utilization, {size} device(s), {case.name}, {case.length:,} tokens, {pass_name(grad)}")
                 arguments = {"case": case.to_dict(), "size": size, "grad": grad, "repeats": bench.repeats}
-                found = bench.jax(size).ask("call", function="probes:utilisation", **arguments)["result"]
-                row = {"attention": case.name, "tokens": case.length, "devices": size, "pass": passes(grad)}
-                row |= {
-                    "s": found["seconds"],
-                    "share of peak": found["utilisation"],
-                    "hop GB/s": found.get("hop_GB_per_s"),
-                }
-                row |= {"messages alone s": found.get("messages_s"), "messages cost s": found.get("exposed_s")}
-                rows.append({**row, "messages hidden": found.get("hidden")})
-                peak = found["peak"]
-    what = (
-        f"{bench.devices['number']} x {bench.devices['kind']}"
-        if not bench.is_cpu
-        else "CPU devices, which share cores and memory: no accelerator's figures"
+                measured = bench.jax(size).call("probes:utilization", **arguments)
+                row = {"attention": case.name, "tokens": case.length, "devices": size, "pass": pass_name(grad)}
+                row |= {"time (s)": measured["seconds"], "fraction of peak": measured["utilization"]}
+                row |= {"hop GB/s": measured.get("hop_GB_per_s"), "comm alone (s)": measured.get("comm_s")}
+                rows.append(
+                    {**row, "exposed comm (s)": measured.get("exposed_s"), "comm hidden": measured.get("hidden")}
+                )
+                peak = measured["peak"]
+    where = (
+        "Simulated CPU devices that share cores and memory; these figures do not predict accelerator performance"
+        if bench.is_cpu
+        else f"{bench.devices['count']} x {bench.devices['kind']}"
     )
-    about = (
-        f"On {what}. Causal, zigzag, {case.dtype}, heads 8 of {case.dim}. Peak: that of {peak}"
-        + (" on all cores" if bench.is_cpu else ", dense, by its maker")
-        + ". Flops are useful ones. Messages alone: their bytes over the measured bandwidth of a hop; what they cost: "
-        "the program less the same program without them, within the noise of two timings (so it may be below 0); "
-        "how much is hidden is told only where the messages alone take longer than that noise."
+    notes = (
+        f"{where}. Causal, zigzag layout, {case.dtype}, 8 heads of {case.dim}. Peak is "
+        + (f"the rate of {peak} on all cores" if bench.is_cpu else f"the vendor's dense figure for {peak}")
+        + "; only useful FLOPs count. *Comm alone* is the bytes sent divided by the measured bandwidth of a hop. "
+        "*Exposed comm* is the time of the program minus that of the same program without communication; it can be "
+        "negative within measurement noise. *Comm hidden* is only reported where comm alone exceeds that noise."
     )
-    return [Table("devices", "How well devices are used", about, rows)]
+    return [Table("devices", "Device utilization", notes, rows)]
 
 
 if __name__ == "__main__":

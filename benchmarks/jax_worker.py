@@ -1,4 +1,4 @@
-"""A worker with JAX: ringjax on one device, on heads, on rings, and other JAX libraries beside it."""
+"""A worker that runs ringjax (one device, head-sharded, ring) and the JAX baselines."""
 
 from __future__ import annotations
 
@@ -9,78 +9,84 @@ import sys
 import time
 from types import SimpleNamespace
 
-# a device that waits for others on busy cores is not stuck
+# on busy cores a device may wait long for the others without being stuck
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=600")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from serving import PeakMemory, confine, for_comparing, host_arrays, serve
+from serving import PeakMemory, apply_limits, make_inputs, serve, subsample
 from workloads import Case
 
 import ringjax as rj
 
 
-def with_gradient(attention, grad: bool):
-    """A function of q, k, v and a cotangent: the output, and with `grad` the three gradients."""
+def with_grad(attention, grad: bool):
+    """Returns a jitted function of (q, k, v, cotangent) that computes the output and, with `grad`, the gradients."""
 
     def both(q, k, v, g):
-        out, pull = jax.vjp(attention, q, k, v)
-        return out, *pull(g)
+        out, vjp = jax.vjp(attention, q, k, v)
+        return out, *vjp(g)
 
     return jax.jit(both if grad else lambda q, k, v, g: (attention(q, k, v),))
 
 
-def pattern_of(case: Case) -> rj.DilationPattern:
-    return rj.DilationPattern(case.segment_lengths, case.dilation_rates, heads="grouped" if case.grouped else "all")
+def make_pattern(case: Case) -> rj.DilationPattern:
+    return rj.DilationPattern(case.segment_lengths, case.dilation_rates, heads="grouped" if case.split_heads else "all")
 
 
 class Placement:
-    """Where arrays stand: on one device, or along the axes of a mesh, in a layout."""
+    """Places arrays on one device or on a mesh, in the given sequence layout."""
 
     def __init__(self, mesh: Mesh | None = None, spec: PartitionSpec | None = None, layout="contiguous", size=1):
         self.mesh, self.spec, self.layout, self.size = mesh, spec, layout, size
 
     def put(self, x: np.ndarray, dtype) -> jax.Array:
+        """Converts a host array to the layout and moves it to the devices."""
         x = np.asarray(rj.to_layout(x, self.layout, self.size)).astype(dtype)
         return jnp.asarray(x) if self.mesh is None else jax.device_put(x, NamedSharding(self.mesh, self.spec))
 
-    def take(self, x: jax.Array) -> np.ndarray:
+    def fetch(self, x: jax.Array) -> np.ndarray:
+        """Returns a device array on the host, in token order and as float32."""
         return np.asarray(rj.from_layout(np.asarray(x.astype(jnp.float32)), self.layout, self.size))
 
 
-def ringjax_on(case: Case, ring: rj.Ring | None = None, implementation: str | None = None):
+def ringjax_attention(case: Case, ring: rj.Ring | None = None, implementation: str | None = None):
     options = {"is_causal": case.causal, "ring": ring, "implementation": implementation}
-    return functools.partial(rj.dilated_attention, pattern=pattern_of(case), **options)
+    return functools.partial(rj.dilated_attention, pattern=make_pattern(case), **options)
 
 
 def one_device(case: Case, implementation: str | None = None, **_):
-    return ringjax_on(case, implementation=implementation), Placement()
+    """Builds ringjax on one device."""
+    return ringjax_attention(case, implementation=implementation), Placement()
 
 
 def dense(case: Case, **_):
-    """What JAX has itself."""
+    """Builds dense attention as provided by JAX."""
     return functools.partial(jax.nn.dot_product_attention, is_causal=case.causal), Placement()
 
 
 def heads(case: Case, size: int, **_):
-    """Devices that share the heads, which need no communication."""
+    """Builds ringjax with the heads sharded over the devices, which needs no communication."""
     mesh = Mesh(np.array(jax.devices()[:size]).reshape(1, size), ("ring", "heads"))
-    return ringjax_on(case, rj.Ring(mesh, head_axis="heads")), Placement(mesh, PartitionSpec(None, "ring", "heads"))
+    return ringjax_attention(case, rj.Ring(mesh, head_axis="heads")), Placement(
+        mesh, PartitionSpec(None, "ring", "heads")
+    )
 
 
 def ring(case: Case, size: int, strategy: str = "auto", **_):
+    """Builds ringjax with the sequence sharded over a ring."""
     mesh = Mesh(np.array(jax.devices()[:size]), ("ring",))
     layout = "zigzag" if case.causal else "contiguous"
-    chosen = rj.Ring(mesh, layout=layout, strategy=strategy)
-    return ringjax_on(case, chosen), Placement(mesh, PartitionSpec(None, "ring"), layout, size)
+    ring = rj.Ring(mesh, layout=layout, strategy=strategy)
+    return ringjax_attention(case, ring), Placement(mesh, PartitionSpec(None, "ring"), layout, size)
 
 
 def ringattention(case: Case, size: int, folder: str, **_):
-    """ringattention 0.1.2: dense, causal."""
+    """Builds dense causal Ring Attention (https://arxiv.org/abs/2310.01889) by ringattention 0.1.2."""
     sys.path.insert(0, folder)
-    if not hasattr(jax.lib, "xla_bridge"):  # what it asks for is gone
+    if not hasattr(jax.lib, "xla_bridge"):  # removed from JAX, but still used by ringattention
         jax.lib.xla_bridge = SimpleNamespace(get_backend=lambda: SimpleNamespace(platform="cpu"))
     attention = importlib.import_module("ringattention.ringattention_jax").ring_attention
     mesh, spec = Mesh(np.array(jax.devices()[:size]), ("ring",)), PartitionSpec(None, "ring")
@@ -101,29 +107,29 @@ def ringattention(case: Case, size: int, folder: str, **_):
     return sharded, Placement(mesh, spec)
 
 
-KINDS = {
-    f.__name__.replace("_", " "): f for f in (one_device, dense, heads, ring, ringattention)
-}  # "one device", "dense", ...
+BUILDERS = {"one device": one_device, "dense": dense, "heads": heads, "ring": ring, "ringattention": ringattention}
 
 
-class Contender:
-    """A compiled program with its arrays in place."""
+class Program:
+    """A compiled program together with its inputs."""
 
     def __init__(self, kind: str, case: Case, grad: bool, options: dict):
-        attention, self.placement = KINDS[kind](case, **options)
+        attention, self.placement = BUILDERS[kind](case, **options)
         self.grad = grad
-        self.args = [self.placement.put(x, jnp.dtype(case.dtype)) for x in host_arrays(case)]
-        begin = time.perf_counter()
-        self.program = with_gradient(attention, grad).lower(*self.args).compile()
-        self.compile_s = time.perf_counter() - begin
+        self.args = [self.placement.put(x, jnp.dtype(case.dtype)) for x in make_inputs(case)]
+        start = time.perf_counter()
+        self.compiled = with_grad(attention, grad).lower(*self.args).compile()
+        self.compile_s = time.perf_counter() - start
 
     def run(self) -> float:
-        begin = time.perf_counter()
-        jax.block_until_ready(self.program(*self.args))
-        return time.perf_counter() - begin
+        """Runs the program once and returns the seconds it took."""
+        start = time.perf_counter()
+        jax.block_until_ready(self.compiled(*self.args))
+        return time.perf_counter() - start
 
-    def facts(self) -> dict:
-        m = self.program.memory_analysis()
+    def info(self) -> dict:
+        """Returns compile time and memory of the compiled program."""
+        m = self.compiled.memory_analysis()
         parts = (m.argument_size_in_bytes, m.output_size_in_bytes, m.temp_size_in_bytes)
         return {"compile_s": self.compile_s, "device_bytes": sum(parts), "temp_bytes": parts[-1]}
 
@@ -134,35 +140,35 @@ def info() -> dict:
     return {
         "platform": devices[0].platform,
         "kind": devices[0].device_kind,
-        "number": len(devices),
+        "count": len(devices),
         "versions": versions,
     }
 
 
 def main() -> None:
-    confine()
+    apply_limits()
     if sys.argv[1] != "devices":
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", int(sys.argv[1]))
-    contenders: dict[str, Contender] = {}
+    programs: dict[str, Program] = {}
 
     def prepare(key: str, kind: str, case: dict, grad: bool, path: str | None = None, **options: object) -> dict:
-        contenders[key] = c = Contender(kind, Case.from_dict(case), grad, options)
-        begin = time.perf_counter()
-        outputs = jax.block_until_ready(c.program(*c.args))
-        seconds = time.perf_counter() - begin
+        programs[key] = program = Program(kind, Case.from_dict(case), grad, options)
+        start = time.perf_counter()
+        outputs = jax.block_until_ready(program.compiled(*program.args))
+        seconds = time.perf_counter() - start
         if path:
-            np.savez(path, *(for_comparing(c.placement.take(x)) for x in outputs))
-        return {"first_s": seconds, **c.facts()}
+            np.savez(path, *(subsample(program.placement.fetch(x)) for x in outputs))
+        return {"first_s": seconds, **program.info()}
 
     def memory(key: str) -> dict:
-        inputs = sum(x.nbytes for x in contenders[key].args[: 4 if contenders[key].grad else 3])
+        inputs = sum(x.nbytes for x in programs[key].args[: 4 if programs[key].grad else 3])
         with PeakMemory() as peak:
-            contenders[key].run()
+            programs[key].run()
         return {"bytes": inputs + peak.bytes}
 
     def call(function: str, **arguments: object) -> dict:
-        """A function of a module of this folder, as `module:function`."""
+        """Calls `module:function` of this folder."""
         module, name = function.split(":")
         return {"result": getattr(importlib.import_module(module), name)(**arguments)}
 
@@ -170,9 +176,9 @@ def main() -> None:
         {
             "info": info,
             "prepare": prepare,
-            "run": lambda key: {"seconds": contenders[key].run()},
+            "run": lambda key: {"seconds": programs[key].run()},
             "memory": memory,
-            "drop": lambda key: {"dropped": contenders.pop(key, None) is not None},
+            "drop": lambda key: {"dropped": programs.pop(key, None) is not None},
             "call": call,
         }
     )

@@ -1,11 +1,11 @@
-"""The plan beside the compiler: predicted memory, messages and bytes of a device against those of compiled programs.
+"""Compares the memory and communication predicted by the plan with those of compiled programs.
 
-    python benchmarks/plan_accuracy.py cpu --json cpu.json        # any environment
-    python benchmarks/plan_accuracy.py cuda --json cuda.json      # one with ringjax[rehearse-cuda]
-    python benchmarks/plan_accuracy.py tpu --json tpu.json        # one with ringjax[rehearse-tpu]
-    python benchmarks/plan_accuracy.py table cpu.json cuda.json tpu.json   # the table of docs/command-line.md
+    python benchmarks/plan_accuracy.py cpu --json cpu.json        # in any environment
+    python benchmarks/plan_accuracy.py cuda --json cuda.json      # with ringjax[rehearse-cuda] installed
+    python benchmarks/plan_accuracy.py tpu --json tpu.json        # with ringjax[rehearse-tpu] installed
+    python benchmarks/plan_accuracy.py table cpu.json cuda.json tpu.json   # prints the table of docs/command-line.md
 
-Fails if messages or bytes differ at all, or memory by more than 15%.
+Fails if the number of messages or their bytes differ, or if memory differs by more than 15%.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT = 0.15
 
 
 class Case(NamedTuple):
-    """An attention on a target."""
+    """A workload on a target."""
 
     about: str
     target: str
@@ -78,7 +78,7 @@ CASES = {
         Case("three on rings", "tpu:v5p:2x2x4", job(2 * M, "256K/4,1M/16,T/64", heads=16, num_kv_heads=8)),
         Case("two on rings, grouped", "tpu:v5p:2x2x2", job(M, "256K/2,T/8", heads=16, num_kv_heads=4, **OPEN)),
         Case("two on rings, causal", "tpu:v6e:4x4", job(2 * M, "512K/4,T/16", heads=32, num_kv_heads=8)),
-        # what follows was compiled after the model in `ringjax/memory.py` was made
+        # held out: compiled after the memory model was fitted
         Case("five, geometric", "tpu:v5p:2x2x2", job(2 * M, "2K/1,8K/2,32K/4,128K/8,T/16")),
         Case("dense, grouped", "tpu:v6e:4x4", job(2 * M, "T/1", heads=16, num_kv_heads=4)),
         Case("two branches, batch 2", "tpu:v5e:4x4", job(M, "8K/2,T/16", heads=16, batch=2, **OPEN)),
@@ -90,73 +90,77 @@ CASES = {
 
 
 def measure(platform: str, path: pathlib.Path) -> list[dict]:
-    """Compiles what the file does not have yet, and adds it there."""
+    """Compiles the programs missing from the file and adds their results to it."""
     rows = read([path]) if path.exists() else []
     for case in CASES[platform]:
         for part in case.parts:
-            known = {"about": case.about, "part": part, "job": dataclasses.asdict(case.job), "asked": case.target}
+            known = {"about": case.about, "part": part, "job": dataclasses.asdict(case.job), "target_name": case.target}
             if any(known.items() <= row.items() for row in rows):
                 continue
             rows.append({**rehearsed_apart(case.job, case.target, part).to_dict(), **known})
             path.write_text(json.dumps(rows, indent=1))
-            print(line(rows[-1]), flush=True)
+            print(describe(rows[-1]), flush=True)
     return rows
 
 
 def read(paths: list[pathlib.Path]) -> list[dict]:
-    """Figures of compiled programs, with those of the plan as it is today."""
+    """Reads results of compiled programs and adds the current predictions of the plan."""
     rows = [row for path in paths for row in json.loads(path.read_text())]
     for row in rows:
-        target = target_named(row["asked"])
+        target = target_named(row["target_name"])
         planned = expected(on_target(Job(**row["job"]), target), target, row["part"])
         row |= {name: getattr(planned, name) for name in ("planned_bytes", "planned_permutes", "planned_sent_bytes")}
     return rows
 
 
-def line(row: dict) -> str:
+def describe(row: dict) -> str:
     name = f"{row['target']} {row['about']} {row['part']}"
-    return f"{name}: {row['error'] or f'memory {share(row):.3f}, messages {messages(row)}'}"
+    return f"{name}: {row['error'] or f'memory {memory_ratio(row):.3f}, messages {messages(row)}'}"
 
 
-def share(row: dict) -> float:
+def memory_ratio(row: dict) -> float:
+    """Returns the predicted memory divided by that of the compiled program."""
     return row["planned_bytes"] / row["device_bytes"]
 
 
 def messages(row: dict) -> str:
+    """Returns "exact" if the plan predicted the communication, else the differing counts."""
     planned = row["planned_permutes"], row["planned_sent_bytes"], planned_others(row)
-    found = row["permutes"], row["sent_bytes"], row["other_collectives"]
-    return "exact" if planned == found else f"{planned} planned, {found} found"
+    compiled = row["permutes"], row["sent_bytes"], row["other_collectives"]
+    return "exact" if planned == compiled else f"{planned} planned, {compiled} compiled"
 
 
 def planned_others(row: dict) -> int:
-    """Collectives of the plan that are not permutes."""
-    plan = on_target(Job(**row["job"]), target_named(row["asked"])).plan()
+    """Returns the number of planned collectives other than permutes."""
+    plan = on_target(Job(**row["job"]), target_named(row["target_name"])).plan()
     passes = ("forward",) if row["part"] == "forward" else ("forward", "backward")
-    every = [m for branch in plan.branches for name in passes for m in getattr(branch, name)]
-    return sum(m.number for m in every if m.op != "collective-permute")
+    collectives = [m for branch in plan.branches for name in passes for m in getattr(branch, name)]
+    return sum(m.number for m in collectives if m.op != "collective-permute")
 
 
 def failures(rows: list[dict]) -> list[str]:
-    wrong = []
+    """Returns a message for every program that failed to compile or differs from the plan."""
+    result = []
     for row in rows:
         name = f"{row['target']} {row['about']} {row['part']}"
         if row["error"]:
-            wrong.append(f"{name}: {row['error']}")
+            result.append(f"{name}: {row['error']}")
             continue
-        if abs(share(row) - 1) > LIMIT:
-            wrong.append(f"{name}: memory is predicted as {share(row):.3f} of the compiled program's")
+        if abs(memory_ratio(row) - 1) > LIMIT:
+            result.append(f"{name}: predicted memory is {memory_ratio(row):.3f} times that of the compiled program")
         if messages(row) != "exact":
-            wrong.append(f"{name}: messages {messages(row)}")
-    return wrong
+            result.append(f"{name}: messages {messages(row)}")
+    return result
 
 
 def table(rows: list[dict]) -> str:
-    titles = "target, case, tokens, pattern, dtype, pass, memory by the plan, compiled, plan / compiled, messages"
+    """Returns the results as a Markdown table."""
+    titles = "target, case, tokens, pattern, dtype, pass, planned memory, compiled, plan / compiled, messages"
     lines = [f"| {titles.replace(', ', ' | ')} |", "| --- " * 10 + "|"]
     for row in rows:
         job = row["job"]
         cells = [row["target"], row["about"], f"{job['seq_len']:,}", job["pattern_text"], job["dtype"], row["part"]]
-        cells += [bytes_text(row["planned_bytes"]), bytes_text(row["device_bytes"]), f"{share(row):.2f}"]
+        cells += [bytes_text(row["planned_bytes"]), bytes_text(row["device_bytes"]), f"{memory_ratio(row):.2f}"]
         sent = f"{row['permutes']:,}, {bytes_text(row['sent_bytes'])}: {messages(row)}"
         lines.append("| " + " | ".join([*cells, sent]) + " |")
     return "\n".join(lines)
@@ -165,18 +169,20 @@ def table(rows: list[dict]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=(*CASES, "table"))
-    parser.add_argument("files", nargs="*", type=pathlib.Path, help="for the table")
-    parser.add_argument("--json", type=pathlib.Path, default="plan-accuracy.json", help="figures, kept and added to")
+    parser.add_argument("files", nargs="*", type=pathlib.Path, help="result files to print as a table")
+    parser.add_argument(
+        "--json", type=pathlib.Path, default="plan-accuracy.json", help="result file to add to (default: %(default)s)"
+    )
     options = parser.parse_args()
     if options.what == "table":
         rows = read(options.files)
         print(table(rows))
     else:
         rows = measure(options.what, options.json)
-    wrong = failures(rows)
-    for line in wrong:
-        print("FAILED", line, file=sys.stderr)
-    sys.exit(bool(wrong))
+    failed = failures(rows)
+    for message in failed:
+        print("FAILED", message, file=sys.stderr)
+    sys.exit(bool(failed))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""All benchmarks, or some parts, into one report: `report.md`, `results.json` and pictures.
+"""Runs the benchmarks and writes one report: `report.md`, `results.json` and plots.
 
-    python benchmarks/run.py                                # the quick report
-    python benchmarks/run.py --full                         # all of it: hours
-    python benchmarks/run.py --parts ring,compare:grouped   # some parts or tables; an earlier report is added to
-    python benchmarks/run.py --report                       # write the report again from results.json
-    python benchmarks/run.py --publish                      # copy it into docs/, and its figures into the README
+    python benchmarks/run.py                                   # quick
+    python benchmarks/run.py --full                            # everything; takes hours
+    python benchmarks/run.py --parts ring,compare:split_heads  # some parts or tables, added to an existing report
+    python benchmarks/run.py --report                          # write the report again from results.json
+    python benchmarks/run.py --publish                         # update docs/benchmarks.md and the README
 
-`make bench` and `make bench-full` do it with all peers: PyTorch in an environment of its own (`--torch-python`),
-ringattention in a folder (`--peer`). On GPUs and TPUs the same command uses the devices at hand, in bfloat16; peers
-that run on CPU are left out there.
+`make bench` and `make bench-full` run it with all baselines: PyTorch in its own environment (`--torch-python`) and
+ringattention in a folder (`--peer`). On GPUs and TPUs the same command uses the available devices, in bfloat16, and
+skips the baselines that run on CPU.
 """
 
 from __future__ import annotations
@@ -21,35 +21,37 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import report
 import summary
-from harness import Bench, Table, machine
+from harness import Bench, Table, machine_info
 
 PARTS = ("compare", "ring", "scaling", "decode", "devices", "million")
-QUICK = PARTS[:-1]
+QUICK_PARTS = PARTS[:-1]
+ROOT = Path(__file__).parent.parent
 
 
-def measure(bench: Bench, parts: list[str], save) -> None:
-    """Runs parts one after the other, saving after each table."""
+def run_parts(bench: Bench, parts: list[str], save: Callable[[Table], None]) -> None:
+    """Runs parts one after another and saves each table as soon as it is measured."""
     for part in parts:
-        bench.say(f"== {part}")
+        bench.log(f"== {part}")
         name, _, function = part.partition(":")
-        found = getattr(importlib.import_module(name), function or "tables")(bench)
-        for table in [found] if isinstance(found, Table) else found:
-            print("\n" + report.markdown(table), flush=True)
+        measured = getattr(importlib.import_module(name), function or "tables")(bench)
+        for table in [measured] if isinstance(measured, Table) else measured:
+            print("\n" + report.section(table), flush=True)
             save(table)
 
 
 def is_known(part: str) -> bool:
-    """Whether there is such a part, and such a function in it where one is named."""
+    """Returns whether a part, and the table function named after a colon, exist."""
     name, _, function = part.partition(":")
     return name in PARTS and hasattr(importlib.import_module(name), function or "tables")
 
 
 def commit() -> list[str]:
-    """The commit that is measured, where git tells, and whether anything was changed since."""
+    """Returns the current commit, marked if there are uncommitted changes; empty without git."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
     try:
         return ["commit " + subprocess.run(git, check=True, capture_output=True, text=True).stdout.strip()]
@@ -57,76 +59,104 @@ def commit() -> list[str]:
         return []
 
 
-def publish(stored: Path) -> None:
-    """A stored report into the documents, and its figures into the README."""
-    root = Path(__file__).parent.parent
-    kept = root / "docs" / "benchmarks.json"
-    kept.write_text(stored.read_text())
-    report.write_report(root / "docs" / "benchmarks.md", *report.read(kept), pictures="images/bench-")
-    summary.write_readme(root / "README.md", *report.read(kept))
+def publish(results: Path) -> None:
+    """Copies a report to docs/ and updates the performance section of the README."""
+    stored = ROOT / "docs" / "benchmarks.json"
+    stored.write_text(results.read_text(encoding="utf-8"), encoding="utf-8")
+    metadata, tables = report.read(stored)
+    page, page_summary = ROOT / "docs" / "benchmarks.md", summary.page_summary(tables)
+    report.write_report(page, metadata, tables, images="images/bench-", summary=page_summary)
+    summary.write_readme(ROOT / "README.md", metadata, tables)
+
+
+def parse_options(part: str | None) -> tuple[argparse.Namespace, list[str]]:
+    """Parses the command line and returns the options and the parts to run."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--full", action="store_true", help="run all cases, with more repeats")
+    add("--parts", default=part, help=f"comma-separated, from {', '.join(PARTS)}; the default skips the last")
+    add("--torch-python", help="Python interpreter with torch; without it, PyTorch is skipped")
+    add("--peer", help="folder with ringattention 0.1.2 and einops; without it, ringattention is skipped")
+    add("--memory", type=float, default=12, help="memory limit of a baseline, in GiB (default: %(default)s)")
+    add("--cpu", action="store_true", help="use CPU devices even if there are others")
+    add("--shrink", type=int, default=1, help="divide all lengths by this, for testing the harness itself")
+    add("--out", type=Path, default=Path("build/bench"), help="output folder (default: %(default)s)")
+    add("--report", action="store_true", help="only write the report again")
+    add("--publish", action="store_true", help="only copy the report in --out to docs/ and the README")
+    options = parser.parse_args()
+    parts = options.parts.split(",") if options.parts else list(PARTS if options.full else QUICK_PARTS)
+    if unknown := [p for p in parts if not is_known(p)]:
+        parser.error(f"--parts must be from {', '.join(PARTS)}, got {unknown[0]!r}")
+    return options, parts
+
+
+def collect_metadata(bench: Bench, options: argparse.Namespace) -> dict:
+    """Describes the run, the machine and the versions."""
+    versions = dict(bench.devices["versions"])
+    if bench.is_cpu and options.torch_python:
+        versions |= bench.torch().request("info")["versions"]
+    return {
+        "date": datetime.date.today().isoformat(),
+        "command": "make bench-full" if options.full else "make bench",
+        "arguments": shlex.join(sys.argv[1:]),
+        "devices": "CPU devices" if bench.is_cpu else f"{bench.devices['count']} x {bench.devices['kind']}",
+        "versions": versions,
+        "machine": machine_info(),
+    }
+
+
+def run_label(metadata: dict, options: argparse.Namespace) -> str:
+    """Returns the line below each table: date, mode, versions and commit."""
+    mode = "full" if options.full else "quick"
+    label = ", ".join([metadata["date"], mode, *map(" ".join, metadata["versions"].items()), *commit()])
+    return label + (f"; all lengths divided by {options.shrink}: no measurement" if options.shrink > 1 else "")
+
+
+class Recorder:
+    """Adds tables to the stored report as they are measured."""
+
+    def __init__(self, bench: Bench, options: argparse.Namespace):
+        self.start = time.perf_counter()
+        self.folder, self.results = options.out, options.out / "results.json"
+        self.metadata = collect_metadata(bench, options)
+        self.run = run_label(self.metadata, options)
+        keeps = self.results.exists() and options.parts
+        previous, self.tables = report.read(self.results) if keeps else ({}, [])
+        self.metadata["versions"] = {**previous.get("versions", {}), **self.metadata["versions"]}
+        self.last: str | None = None  # name of the table saved last in this run
+
+    def save(self, table: Table) -> None:
+        """Saves a table and writes the report again."""
+        self.tables = report.with_table(self.tables, dataclasses.replace(table, run=self.run), after=self.last)
+        self.last = table.name
+        self.metadata["minutes"] = (time.perf_counter() - self.start) / 60
+        report.write(self.results, self.metadata, self.tables)
+        report.write_report(self.folder / "report.md", self.metadata, self.tables)
 
 
 def main(part: str | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--full", action="store_true", help="all cases and more repeats")
-    parser.add_argument("--parts", default=part, help=f"of {', '.join(PARTS)}; the quick report leaves out the last")
-    parser.add_argument(
-        "--torch-python", help="interpreter of an environment with torch; without it, nothing of PyTorch"
-    )
-    parser.add_argument("--peer", help="folder with ringattention 0.1.2 and einops; without it, nothing of it")
-    parser.add_argument("--memory", type=float, default=12, help="GiB that a peer may hold (%(default)s)")
-    parser.add_argument("--cpu", action="store_true", help="CPU devices, though there are others")
-    parser.add_argument("--shrink", type=int, default=1, help="divide all lengths, to try the harness itself")
-    parser.add_argument("--out", type=Path, default=Path("build/bench"), help="folder of the report (%(default)s)")
-    parser.add_argument("--report", action="store_true", help="only write the report again")
-    parser.add_argument("--publish", action="store_true", help="only put the report of --out into docs/ and the README")
-    options = parser.parse_args()
-    parts = options.parts.split(",") if options.parts else list(PARTS if options.full else QUICK)
-    if unknown := [p for p in parts if not is_known(p)]:
-        parser.error(f"--parts must be of {', '.join(PARTS)}, got {unknown[0]!r}")
+    options, parts = parse_options(part)
     options.out.mkdir(parents=True, exist_ok=True)
-    stored = options.out / "results.json"
+    results = options.out / "results.json"
     if options.report:
-        print(report.write_report(options.out / "report.md", *report.read(stored)))
+        print(report.write_report(options.out / "report.md", *report.read(results)))
         return
     if options.publish:
-        publish(stored)
+        publish(results)
         return
-    begin = time.perf_counter()
     bench = Bench(
-        not options.full, options.torch_python, options.peer, int(options.memory * 2**30), options.cpu, options.shrink
+        quick=not options.full,
+        torch_python=options.torch_python,
+        peer_folder=options.peer,
+        memory_limit=int(options.memory * 2**30),
+        on_cpu=options.cpu,
+        shrink=options.shrink,
     )
-    versions = dict(bench.devices["versions"])
-    if bench.is_cpu and options.torch_python:
-        versions |= bench.torch().ask("info")["versions"]
-    where = "CPU devices" if bench.is_cpu else f"{bench.devices['number']} x {bench.devices['kind']}"
-    facts = {
-        "when": datetime.date.today().isoformat(),
-        "command": "make bench-full" if options.full else "make bench",
-        "arguments": shlex.join(sys.argv[1:]),
-        "devices": where,
-        "versions": versions,
-        "machine": machine(),
-    }
-    before, tables = report.read(stored) if stored.exists() and options.parts else ({}, [])
-    last = None  # saved in this run
-    facts["versions"] = {**before.get("versions", {}), **versions}
-    how = "full" if options.full else "quick"
-    run = ", ".join([facts["when"], how, *map(" ".join, versions.items()), *commit()])
-    run += f"; all lengths divided by {options.shrink}: no measurement" if options.shrink > 1 else ""
-
-    def save(table: Table) -> None:
-        nonlocal tables, last
-        tables, last = report.with_table(tables, dataclasses.replace(table, run=run), after=last), table.name
-        facts["minutes"] = (time.perf_counter() - begin) / 60
-        report.write(stored, facts, tables)
-        report.write_report(options.out / "report.md", facts, tables)
-
     try:
-        measure(bench, parts, save)
+        run_parts(bench, parts, Recorder(bench, options).save)
     finally:
         bench.close()
-    bench.say(f"report: {options.out / 'report.md'}")
+    bench.log(f"report: {options.out / 'report.md'}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""What the README says of speed and memory: figures of a stored report, so that every claim is a number in it."""
+"""Writes the performance section of the README and the summary of docs/benchmarks.md from a stored report.
+
+Both need the PyTorch baselines, so they summarize a report of CPU devices.
+"""
 
 from __future__ import annotations
 
@@ -6,99 +9,117 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from harness import Table
-from report import row_lines, text_of
+from report import format_cell, table_lines
 
 RINGS = [f"ring of {p}" for p in (2, 4, 8)]
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 
-def pick(table: Table, columns: Sequence[str]) -> str:
-    """Some columns of a table; rows that have none of their figures are left out."""
-    figures = columns[3:]
-    return "\n".join(row_lines(columns, [row for row in table.rows if any(row.get(c) is not None for c in figures)]))
-
-
-def between(values: Iterable[float | str | None]) -> str:
-    """The range of some figures."""
-    found = sorted(x for x in values if isinstance(x, (int, float)))
-    low, high = (text_of(x, "") for x in (found[0], found[-1]))
+def value_range(values: Iterable[float | str | None]) -> str:
+    """Formats the range of the numbers among `values`."""
+    numbers = sorted(x for x in values if isinstance(x, (int, float)))
+    low, high = format_cell(numbers[0]), format_cell(numbers[-1])
     return low if low == high else f"{low} to {high}"
 
 
 def column(table: Table, *names: str) -> list[float | str | None]:
-    return [row.get(name) for row in table.rows if "reference" not in str(row.get("tokens")) for name in names]
+    """Returns measured values of some columns, without the published figures of others."""
+    return [row.get(name) for row in table.rows if "DarcStar" not in str(row.get("tokens")) for name in names]
 
 
 def last(table: Table, name: str) -> str:
-    return text_of(table.rows[-1].get(name), "")
+    return format_cell(table.rows[-1].get(name))
 
 
-def tables_of(tables: Sequence[Table]) -> str:
-    """Beside PyTorch, and rings over one device."""
+def readme_table(compare: Table) -> list[str]:
+    """Returns the small table of the README: one line per length and mask."""
+    rows: dict[tuple, dict[str, object]] = {}
+    for measured in compare.rows:
+        if not isinstance(measured["tokens"], int):
+            continue  # the geometric mean
+        key = {"tokens": measured["tokens"], "mask": measured["mask"]}
+        row = rows.setdefault(tuple(key.values()), key)
+        row[f"speedup, {measured['pass']}"] = f"{format_cell(measured['speedup vs PyTorch'])}×"
+        row[f"memory reduction, {measured['pass']}"] = f"{format_cell(measured['memory reduction vs PyTorch'])}×"
+    columns = ["tokens", "mask", "speedup, forward"]
+    columns += [f"{ratio}, forward + backward" for ratio in ("speedup", "memory reduction")]
+    return table_lines(columns, list(rows.values()))
+
+
+def readme_block(metadata: dict, tables: Sequence[Table]) -> str:
+    """Returns the performance section of the README."""
     by_name = {table.name: table for table in tables}
-    compared = [f"{name} PyTorch" for name in ("against", "ring of 2 against", "plain XLA against", "memory against")]
-    compared += ["dense JAX over ours", "dense PyTorch over ours", "GFLOP/s"]
-    first = pick(by_name["compare"], ["tokens", "mask", "pass", "ringjax s", *compared])
-    second = pick(by_name["rings"], ["tokens", "mask", "pass", *RINGS])
-    return f"""{first}
+    versions = ", ".join(f"{name} {version}" for name, version in metadata["versions"].items() if name != "ringjax")
+    machine, million = metadata["machine"], by_name["million"].rows[1]
+    overhead = max(x for x in column(by_name["ring-time"], "ring of 8") if isinstance(x, float))
+    lines = "\n".join(readme_table(by_name["compare"]))
+    where = f"{machine['processor']}, {machine['cores']} shared cores; {versions}"
+    return f"""Compared with LongNet on PyTorch's CPU flash attention operator, with the same outputs and gradients
+({where}). CPU only; nothing here was measured on an accelerator.
 
-PyTorch: a LongNet over its CPU flash operator. A ring of two CPU devices uses the same two cores. Plain XLA is what
-runs without a C++ compiler. Rings of CPU devices, time over the better of one device and two head-sharded devices on
-the same cores, so that 1 is no loss; the reference system is a PyTorch library of ring dilated attention, with its
-published figures:
+{lines}
 
-{second}"""
+A ring of 8 CPU devices on the same cores takes at most {format_cell(overhead)} times as long as one device.
+{million["tokens"]:,} causal tokens with 4 heads of 64, forward and backward, take {format_cell(million["time (s)"])} \
+s and {format_cell(million["peak RSS (GiB)"])} GiB.
+All tables: [docs/benchmarks.md](docs/benchmarks.md)."""
+
+
+def page_summary(tables: Sequence[Table]) -> str:
+    """Returns the summary section of docs/benchmarks.md."""
+    items = "\n".join(f"- {sentence}" for sentence in sentences(tables))
+    return f"""## Summary
+
+{items}
+
+`make bench BENCH='--parts ring'` runs one part. On GPUs and TPUs the same command measures the available devices,
+including the fraction of peak FLOP/s, the bandwidth of a hop and how much communication is hidden.
+"""
 
 
 def sentences(tables: Sequence[Table]) -> list[str]:
-    """The other figures, one sentence each."""
+    """Returns the key figures, one sentence per topic."""
     by_name = {table.name: table for table in tables}
-    peer, grouped = by_name["ringattention"], by_name["grouped"]
-    scaling, million = by_name["scaling-constant-both"], by_name["million"].rows[1]
-    near, _, dense = by_name["decode"].rows
-    longer, held = "longer over shorter", "MiB at 1,048,576"
-    rings = between(column(by_name["ring-memory"], *RINGS))
+    compare, ringattention, split = (by_name[name] for name in ("compare", "ringattention", "split-heads"))
+    time, memory = by_name["ring-time"], by_name["ring-memory"]
+    scaling, million = by_name["scaling-fixed-both"], by_name["million"].rows[1]
+    fixed, _, dense = by_name["decode"].rows
+    cache = "MiB at 1,048,576"
     return [
-        f"Memory of all devices of a ring of 2, 4 or 8 over that of one device: {rings} (reference system on 2: 6.34).",
-        "One device on one core against a ring of two on two cores: "
-        f"{between(column(by_name['cores'], 'times as fast'))} times as fast.",
-        f"From {scaling.rows[0]['tokens']:,} to {scaling.rows[-2]['tokens']:,} tokens at constant work per token, "
-        "forward and backward, time grows with exponent "
-        f"{last(scaling, 's')}, memory with {last(scaling, 'program MiB')}.",
-        "One million tokens with segments up to the whole sequence, causal, 4 heads of 64, forward and backward "
-        f"(`make million`): {text_of(million['s'], '')} s, {text_of(million['peak GiB'], '')} GiB.",
-        f"dilated-attention-pytorch 0.2.0, one branch per head: {between(column(grouped, 'against the peer'))} times "
-        f"our time and {between(column(grouped, 'memory against the peer'))} times our memory.",
-        f"ringattention 0.1.2, dense on a ring of 4: {between(column(peer, 'time'))} times our time, "
-        f"{between(column(peer, 'bytes sent'))} times the bytes sent, {between(column(peer, 'memory'))} times the "
+        f"PyTorch LongNet, same outputs and gradients: ringjax is {last(compare, 'speedup vs PyTorch')} times as fast "
+        f"and the baseline uses {last(compare, 'memory reduction vs PyTorch')} times as much memory (geometric means).",
+        f"Rings of 2, 4 and 8 CPU devices take {value_range(column(time, *RINGS))} times as long as one device on the "
+        "same cores (or as two head-sharded devices where those are faster), and all devices together use "
+        f"{value_range(column(memory, *RINGS))} times the memory of one. For two GPUs, the DarcStar-Solutions-Tech "
+        "fork of fkodom/dilated-attention-pytorch, whose `RingDilatedAttentionV2Collective` class ringjax "
+        f"reimplements, published {last(time, 'ring of 2')} times the time and {last(memory, 'ring of 2')} times the "
         "memory.",
-        f"Decoding a token at 1,048,576 tokens of context takes {text_of(near[longer], '')} times as long as at 32,768 "
-        f"and {text_of(near[held], '')} MiB; with a dense cache {text_of(dense[longer], '')} times as long, from "
-        f"{text_of(dense[held], '')} MiB.",
+        "A ring of two devices on two cores is "
+        f"{value_range(column(by_name['cores'], 'speedup'))} times as fast as one device on one core.",
+        f"From {scaling.rows[0]['tokens']:,} to {scaling.rows[-2]['tokens']:,} tokens at constant work per token, "
+        f"forward and backward, time grows with exponent {last(scaling, 'time (s)')} and memory with exponent "
+        f"{last(scaling, 'program memory (MiB)')}.",
+        f"{million['tokens']:,} tokens with segments up to the whole sequence, causal, 4 heads of 64, forward and "
+        f"backward (`make million`): {format_cell(million['time (s)'])} s, {format_cell(million['peak RSS (GiB)'])} "
+        "GiB.",
+        "dilated-attention-pytorch 0.2.0, one branch per head: "
+        f"{value_range(column(split, 'speedup vs baseline'))} times the time and "
+        f"{value_range(column(split, 'memory reduction vs baseline'))} times the memory of ringjax.",
+        f"ringattention 0.1.2, dense on a ring of 4: {value_range(column(ringattention, 'speedup vs ringattention'))} "
+        f"times the time, {value_range(column(ringattention, 'traffic reduction'))} times the bytes sent and "
+        f"{value_range(column(ringattention, 'memory reduction'))} times the memory of ringjax.",
+        f"Decoding a token at a context of 1,048,576 takes {format_cell(fixed['time ratio'])} times as long as at "
+        f"32,768, with a cache of {format_cell(fixed[cache])} MiB; with a dense cache it takes "
+        f"{format_cell(dense['time ratio'])} times as long, with {format_cell(dense[cache])} MiB.",
     ]
 
 
-def summary(facts: dict, tables: Sequence[Table]) -> str:
-    """The measured part of the README."""
-    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if name != "ringjax")
-    is_full = all(", full, " in table.run for table in tables)
-    command = "`make bench-full`" if is_full else "`make bench` and, where a table says full, `make bench-full`"
-    about = f"""All figures are from one report, [docs/benchmarks.md](docs/benchmarks.md), made by {command}
-on {facts["machine"]["cores"]} shared, noisy x86 cores without accelerator ({versions}).
-Repeats are interleaved, outputs and gradients compared first. “Against”, above 1: ringjax is faster, or holds less
-memory; † marks where it is behind, which the report explains."""
-    rest = """Parts alone: `make bench BENCH='--parts ring'`. These are CPU devices: counts, work and waiting, not the
-speed of an accelerator. On GPUs and TPUs the same command measures the devices at hand, with their share of peak, the
-bandwidth of a hop and how much of the messages is hidden."""
-    items = "\n".join(f"- {sentence}" for sentence in sentences(tables))
-    return f"{about}\n\n{tables_of(tables)}\n\n{items}\n\n{rest}"
-
-
-def replaced(readme: str, text: str) -> str:
-    """The README with its measured part anew."""
+def replace_block(readme: str, block: str) -> str:
+    """Returns the README with the text between the markers replaced."""
     before, rest = readme.split(BEGIN)
-    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+    return f"{before}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}"
 
 
-def write_readme(path: Path, facts: dict, tables: Sequence[Table]) -> None:
-    path.write_text(replaced(path.read_text(), summary(facts, tables)))
+def write_readme(path: Path, metadata: dict, tables: Sequence[Table]) -> None:
+    """Updates the performance section of the README."""
+    path.write_text(replace_block(path.read_text(encoding="utf-8"), readme_block(metadata, tables)), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Processes that measure: each holds one library with some devices on some cores, and is asked over pipes."""
+"""Starts worker processes and sends them requests over pipes. A worker runs one library on given devices and cores."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 CORES = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
-class Failure(Exception):
-    """A worker could not do what it was asked for; the text says why, shortly."""
+class WorkerError(Exception):
+    """Raised when a worker fails to handle a request; the message is a short reason."""
 
 
 class Worker:
-    """A worker, seen from the harness.
+    """A handle to a worker process.
 
     Args:
         script: `jax_worker.py` or `torch_worker.py`.
-        python: The interpreter of its environment.
-        devices: CPU devices that it makes; None: the devices at hand.
-        cores: Which cores it may use.
-        memory: Bytes of data that it may hold; beyond, its allocations fail.
+        python: Python interpreter of the worker's environment.
+        devices: Number of simulated CPU devices; None uses the available accelerators.
+        cores: CPU cores the worker may use; None allows all.
+        memory_limit: Limit on the worker's data memory in bytes, above which allocations fail; None for no limit.
     """
 
     def __init__(
@@ -34,15 +35,15 @@ class Worker:
         python: str = sys.executable,
         devices: int | None = 1,
         cores: list[int] | None = None,
-        memory: int | None = None,
+        memory_limit: int | None = None,
     ):
-        bounds = json.dumps({"cores": cores, "memory": memory})
-        command = [python, str(HERE / script), "devices" if devices is None else str(devices), bounds]
+        limits = json.dumps({"cores": cores, "memory": memory_limit})
+        command = [python, str(HERE / script), "devices" if devices is None else str(devices), limits]
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE if memory else None,
+            stderr=subprocess.PIPE if memory_limit else None,
             text=True,
         )
 
@@ -50,31 +51,37 @@ class Worker:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
-    def ask(self, do: str, **request: object) -> dict:
-        """Has one request answered.
+    def request(self, action: str, **arguments: object) -> dict:
+        """Sends one request and returns the response.
 
         Raises:
-            Failure: It was not possible, or ended the process.
+            WorkerError: If the action fails or the worker process exits.
         """
         assert self.process.stdin
         assert self.process.stdout
         try:
-            self.process.stdin.write(json.dumps({"do": do, **request}) + "\n")
+            self.process.stdin.write(json.dumps({"action": action, **arguments}) + "\n")
             self.process.stdin.flush()
-            answer = self.process.stdout.readline()
+            line = self.process.stdout.readline()
         except BrokenPipeError:
-            answer = ""
-        if not answer:
-            raise Failure(self._last_words())
-        found = json.loads(answer)
-        if "failure" in found:
-            raise Failure(found["failure"])
-        return found
+            line = ""
+        if not line:
+            raise WorkerError(self._exit_reason())
+        response = json.loads(line)
+        if "failure" in response:
+            raise WorkerError(response["failure"])
+        return response
 
-    def _last_words(self) -> str:
+    def call(self, function: str, **arguments: object) -> Any:
+        """Calls `module:function` of this folder in the worker and returns its result."""
+        return self.request("call", function=function, **arguments)["result"]
+
+    def _exit_reason(self) -> str:
         code = self.process.wait()
-        said = self.process.stderr.read() if self.process.stderr else ""
-        return "out of memory" if is_memory(said) or code == -9 else f"ended with {code}: {said[-300:]}"
+        stderr = self.process.stderr.read() if self.process.stderr else ""
+        if is_out_of_memory(stderr) or code == -9:
+            return "out of memory"
+        return f"exited with code {code}: {stderr[-300:]}"
 
     def close(self) -> None:
         for pipe in (self.process.stdin, self.process.stdout, self.process.stderr):
@@ -88,6 +95,7 @@ class Worker:
             self.process.wait()
 
 
-def is_memory(text: str) -> bool:
-    """Whether an error speaks of memory that is not there."""
-    return any(word in text.lower() for word in ("out of memory", "bad_alloc", "can't allocate", "resource_exhausted"))
+def is_out_of_memory(text: str) -> bool:
+    """Returns whether error output reports a failed allocation."""
+    patterns = ("out of memory", "bad_alloc", "can't allocate", "resource_exhausted")
+    return any(pattern in text.lower() for pattern in patterns)
