@@ -31,6 +31,7 @@ test-slow: $(VENV)/ready
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
 
 types: $(VENV)/ready
 	$(BIN)/mypy

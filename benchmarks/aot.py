@@ -22,14 +22,14 @@ import sys
 import tempfile
 
 import rich
+from ptxas import kernel_resources
 from rich.console import Console
 from rich.table import Table
 
 import ringjax as rj
-from ringjax.rehearse.compile import ENVIRONMENT, Workload, rehearse
-from ringjax.rehearse.resources import kernel_resources
-from ringjax.rehearse.schedule import Schedule, schedule
-from ringjax.rehearse.targets import CudaTarget, Target, target_named
+from ringjax._src.aot.compile import ENVIRONMENT, Workload, rehearse
+from ringjax._src.aot.schedule import Schedule, schedule
+from ringjax._src.aot.targets import CudaTarget, Target, target_named
 
 GIB = 2**30
 PASSES = ("forward", "query_gradient", "key_gradient")
@@ -200,7 +200,7 @@ def degrade(defect: str) -> None:
         return
     from jax import lax  # noqa: PLC0415
 
-    from ringjax.ring import Circle  # noqa: PLC0415
+    from ringjax._src.comm.ring_comm import Circle  # noqa: PLC0415
 
     def visit_all(self, cargo, begun, state, visit):
         """Rotates the payload only after the compute on it has finished."""

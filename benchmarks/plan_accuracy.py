@@ -17,10 +17,10 @@ import pathlib
 import sys
 from typing import NamedTuple
 
+from ringjax._src.aot.targets import target_named
+from ringjax._src.planning.table import bytes_text
+from ringjax.cli.aot import expected, on_target, rehearsed_apart
 from ringjax.cli.arguments import Job
-from ringjax.cli.rehearse import expected, on_target, rehearsed_apart
-from ringjax.rehearse.targets import target_named
-from ringjax.report import bytes_text
 
 LIMIT = 0.15
 

@@ -1,16 +1,17 @@
 """ringjax: dilated (LongNet) attention for JAX."""
 
-from ringjax.adapter import attention_fn
-from ringjax.attention import count_tiles, dilated_attention, ring_dilated_attention
-from ringjax.block.kernel import BlockSizes
-from ringjax.decode import DecodeCache, decode_step, generate, init_cache, prefill
-from ringjax.devices import Ring
-from ringjax.indices import CacheInfo, pattern_cache_clear, pattern_cache_info
-from ringjax.layout import from_layout, positions, to_layout
-from ringjax.pattern import Coverage, DilationPattern
-from ringjax.plan import BranchPlan, Plan, plan
-from ringjax.precision import compute_dtype
-from ringjax.reference import reference_attention
+from ringjax._src.api import count_tiles, dilated_attention, ring_dilated_attention
+from ringjax._src.comm.layout import from_layout, positions, to_layout
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.decode import DecodeCache, decode_step, generate, init_cache, prefill
+from ringjax._src.flax.adapter import attention_fn
+from ringjax._src.flax.precision import compute_dtype
+from ringjax._src.flax.rotary import rotary, xpos
+from ringjax._src.kernels.kernel import BlockSizes
+from ringjax._src.pattern import Coverage, DilationPattern
+from ringjax._src.planning.plan import BranchPlan, Plan, plan
+from ringjax._src.reference import reference_attention
+from ringjax._src.rows.indices import CacheInfo, pattern_cache_clear, pattern_cache_info
 
 __version__ = "0.1.0"
 
@@ -38,5 +39,7 @@ __all__ = [
     "prefill",
     "reference_attention",
     "ring_dilated_attention",
+    "rotary",
     "to_layout",
+    "xpos",
 ]

@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 import ringjax as rj
 import ringjax.linen
 import ringjax.nnx
+from ringjax._src.flax.rotary import rotary, xpos
 from ringjax.models import (
     LongNetConfig,
     LongNetDecoder,
@@ -28,7 +29,6 @@ from ringjax.models import (
     next_token_targets,
     token_loss,
 )
-from ringjax.rotary import rotary, xpos
 
 PATTERN = rj.DilationPattern((4, 8), (1, 2))
 Q = np.zeros((2, 8, 4, 4), np.float32)

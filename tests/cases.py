@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import ringjax as rj
-from ringjax.native import build
+from ringjax._src.kernels.cpu import build
 
 # compiling is most of what a test costs: only what is measured in float32 is compiled as users compile
 QUICK = {"xla_backend_optimization_level": 0}

@@ -26,8 +26,8 @@ import optax
 from flax import nnx
 
 import ringjax as rj
+from ringjax._src.kernels.cpu import build
 from ringjax.models import LongNetConfig, LongNetDecoder, next_token_targets, token_loss
-from ringjax.native import build
 
 PATTERN = rj.DilationPattern(segment_lengths=(16, 64), dilation_rates=(1, 4))
 

@@ -12,7 +12,6 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-sys.path.append(str(BENCHMARKS))  # the benchmark modules import each other by name
 
 import harness  # noqa: E402
 import report  # noqa: E402

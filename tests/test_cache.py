@@ -5,7 +5,7 @@ import numpy as np
 from cases import QUICK, Case, error
 
 import ringjax as rj
-from ringjax.indices import _TableCache
+from ringjax._src.rows.indices import _TableCache
 
 CASE = Case(length=32)
 

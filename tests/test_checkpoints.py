@@ -2,10 +2,8 @@
 
 import errno
 import json
-import pathlib
 import resource
 import shutil
-import sys
 import threading
 import zlib
 
@@ -14,8 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from lm import checkpoints as checkpoints_module
 from lm.checkpoints import CheckpointError, Checkpoints, fingerprint
 from lm.flags import RunError, UserError

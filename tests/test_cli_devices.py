@@ -10,18 +10,18 @@ import jax
 import numpy as np
 import pytest
 from cases import QUICK, ring_mesh
+from processes import run_processes
 
 import ringjax as rj
-from ringjax.cli import rehearse as rehearsing
+from ringjax._src.aot.collectives import executed
+from ringjax._src.aot.compile import Rehearsal, lowered
+from ringjax._src.aot.targets import target_named
+from ringjax.cli import aot as rehearsing
 from ringjax.cli import running
+from ringjax.cli.aot import rehearsed_apart
 from ringjax.cli.arguments import Job
 from ringjax.cli.main import main
-from ringjax.cli.rehearse import rehearsed_apart
 from ringjax.cli.tune import Trial, Tuning, load, tune
-from ringjax.processes import run_processes
-from ringjax.rehearse.collectives import executed
-from ringjax.rehearse.compile import Rehearsal, lowered
-from ringjax.rehearse.targets import target_named
 
 JOB = Job(256, num_heads=4, head_dim=8, pattern_text="16/1,T/8", is_causal=True, layout="zigzag", dtype="float32")
 
@@ -62,7 +62,7 @@ def test_the_doctor_sees_what_is_wrong(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_the_doctor_looks_at_several_processes():
-    code = "from ringjax.processes import initialize_from_environment as join; join(); "
+    code = "from processes import initialize_from_environment as join; join(); "
     code += "from ringjax.cli.main import main; raise SystemExit(main(['doctor', '--seconds', '1', '--json']))"
     first, second = run_processes([sys.executable, "-c", code], 2, devices_per_process=2, timeout=500)
     said = json.loads(first.output[first.output.index("{") :])

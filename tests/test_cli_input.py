@@ -119,7 +119,7 @@ def folder(tmp_path, monkeypatch):
     """A folder to work in, with things that are no files for results; a case that hangs ends after ten seconds."""
     jax.devices()  # JAX has started, so that no case changes the devices of other tests
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("ringjax.cli.rehearse._PACKAGES", {"tpu": ("none",), "cuda": ("none",), "cpu": ("jaxlib",)})
+    monkeypatch.setattr("ringjax.cli.aot._PACKAGES", {"tpu": ("none",), "cuda": ("none",), "cpu": ("jaxlib",)})
     for suffix in (".png", ".json"):
         os.mkdir(f"folder{suffix}")
         os.mkfifo(f"pipe{suffix}")

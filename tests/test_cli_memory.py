@@ -1,20 +1,14 @@
 """The memory that the plan predicts, beside that of programs: compiled here, and as other compilers reported it."""
 
-import pathlib
-import sys
-
 import pytest
 from cases import ring_mesh
+from plan_accuracy import CASES
 
 import ringjax as rj
+from ringjax._src.aot.compile import lowered
+from ringjax._src.aot.targets import target_named
+from ringjax.cli.aot import allocated_temporaries, on_target
 from ringjax.cli.arguments import Job
-from ringjax.cli.rehearse import allocated_temporaries, on_target
-from ringjax.rehearse.compile import lowered
-from ringjax.rehearse.targets import target_named
-
-sys.path.append(str(pathlib.Path(__file__).parent.parent / "benchmarks"))
-
-from plan_accuracy import CASES
 
 THREE = "2K/1,16K/4,T/16"
 MIB = 2**20

@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import ringjax as rj
-from ringjax import debug
+from ringjax._src import debug
+from ringjax._src.flax.rotary import xpos
 from ringjax.models import token_loss
-from ringjax.rotary import xpos
 
 PATTERN = rj.DilationPattern((4, 8), (1, 2))
 Q = np.zeros((2, 8, 2, 4), np.float32)

@@ -4,13 +4,10 @@ import json
 import os
 import pathlib
 import socket
-import sys
 import tracemalloc
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from lm import data, documents
 from lm.display import Display
 from lm.flags import RunError, UserError

@@ -32,7 +32,7 @@ from test_ring_meshes import in_shard_map
 import ringjax as rj
 import ringjax.linen
 import ringjax.nnx
-from ringjax import dropout
+from ringjax._src import dropout
 from ringjax.models import LongNetDecoder
 
 BASE = Case(64, kv_heads=2, group=2, segment_lengths=(16, 64), dilation_rates=(1, 4), dropout_rate=0.3)
@@ -311,7 +311,7 @@ def test_models_drop_in_each_layer_and_only_with_a_key():
         return query
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ringjax.self_attention.dilated_attention", noted)
+        patch.setattr("ringjax._src.flax.self_attention.dilated_attention", noted)
         plainly = dataclasses.replace(config, scan_layers=False, remat=False)
         unrolled, _ = functional(LongNetDecoder, plainly)
         with jax.disable_jit():

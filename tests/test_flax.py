@@ -17,7 +17,7 @@ from test_rotary import random, rotated
 import ringjax as rj
 import ringjax.linen
 import ringjax.nnx
-from ringjax.self_attention import flat_initializer
+from ringjax._src.flax.self_attention import flat_initializer
 
 BATCH, LENGTH, HEADS, KV_HEADS, DIM = 2, 64, 4, 2, 8
 FEATURES = HEADS * DIM

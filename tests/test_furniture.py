@@ -6,7 +6,7 @@ import re
 import pytest
 
 import ringjax as rj
-from ringjax.native import build
+from ringjax._src.kernels.cpu import build
 
 yaml = pytest.importorskip("yaml")  # a dependency of Flax
 ROOT = pathlib.Path(__file__).parent.parent

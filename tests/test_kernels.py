@@ -20,10 +20,10 @@ from cases import (
 )
 from jax import export
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from kernel_costs import kernel_costs
 
 import ringjax as rj
-from ringjax.block.backend import Case as KernelCase
-from ringjax.rehearse.kernels import kernel_costs
+from ringjax._src.kernels.backend import Case as KernelCase
 
 SLOW = pytest.mark.slow
 TARGETS = ("interpret_tpu", "interpret_gpu")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ringjax.layout import CONTIGUOUS, ZIGZAG, from_layout, layout_named, positions, to_layout
+from ringjax._src.comm.layout import CONTIGUOUS, ZIGZAG, from_layout, layout_named, positions, to_layout
 
 LAYOUTS = ("contiguous", "zigzag")
 RING_SIZES = (1, 2, 3, 4, 5, 8)

@@ -13,7 +13,7 @@ import pytest
 from cases import NARROW, NEEDS_KERNELS, QUICK, WIDE, Case, assert_equals_oracle, by_definition, error, run
 
 import ringjax as rj
-from ringjax.native import build
+from ringjax._src.kernels.cpu import build
 
 pytestmark = NEEDS_KERNELS
 
@@ -103,7 +103,7 @@ def test_one_pass_and_two_give_equal_bits():
 
 SCRIPT = """
 import jax, jax.numpy as jnp, numpy as np, ringjax as rj
-from ringjax.native import build
+from ringjax._src.kernels.cpu import build
 x = jnp.ones((1, 8, 1, 4))
 np.testing.assert_array_equal(rj.dilated_attention(x, x, x, rj.DilationPattern((8,), (1,))), x)
 print(build.why_not() or "native")

@@ -19,8 +19,6 @@ import time
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from lm import devices, documents, peers, relay
 from lm.flags import UserError
 from lm.peers import Address, Peers
@@ -233,7 +231,6 @@ def test_a_relay_forwards_and_closes_late(monkeypatch):
 # Processes that watch each other, without JAX: what a process does between meeting the others and its end.
 WATCH = """
 import sys, time
-sys.path.insert(0, {examples!r})
 from lm import peers
 from lm.flags import RunError
 peers._BEAT, peers._SILENCE, peers._OWN_ERROR = 0.2, {silence}, 0.4

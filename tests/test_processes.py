@@ -4,10 +4,9 @@ import sys
 import textwrap
 import time
 
+import processes
 import pytest
-
-from ringjax import processes
-from ringjax.processes import ProcessError, initialize_from_environment, run_processes
+from processes import ProcessError, initialize_from_environment, run_processes
 
 JOIN = """
 import os, signal, time
@@ -16,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from ringjax.processes import initialize_from_environment
+from processes import initialize_from_environment
 
 initialize_from_environment()
 size, rank = len(jax.devices()), jax.process_index()

@@ -27,7 +27,7 @@ import os, sys
 before = dict(os.environ)
 import ringjax as rj
 assert "flax" not in sys.modules
-import ringjax.rehearse.compile, ringjax.rehearse.resources, ringjax.rehearse.schedule
+import ringjax._src.aot.compile, ringjax._src.aot.schedule, ringjax.aot
 assert not {"libtpu", "jax_cuda12_plugin"} & set(sys.modules)
 rj.plan(rj.DilationPattern((64,), (1,)), seq_len=64, num_heads=4, head_dim=8, ring_size=2).to_dict()
 assert dict(os.environ) == before

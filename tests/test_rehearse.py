@@ -3,11 +3,11 @@
 import re
 
 import pytest
+from ptxas import KernelResources, kernel_resources, parse_launches, parse_ptxas
 
-from ringjax.rehearse.compile import neighbour_cycle
-from ringjax.rehearse.resources import KernelResources, kernel_resources, parse_launches, parse_ptxas
-from ringjax.rehearse.schedule import Kernel, parse, schedule
-from ringjax.rehearse.targets import CUDA_TARGETS, TpuTarget, target_named
+from ringjax._src.aot.compile import neighbour_cycle
+from ringjax._src.aot.schedule import Kernel, parse, schedule
+from ringjax._src.aot.targets import CUDA_TARGETS, TpuTarget, target_named
 
 TPU_LOOP = """HloModule jit_ring, is_scheduled=true, num_partitions=8
 
@@ -240,7 +240,7 @@ def test_kernels_of_a_folder(tmp_path, monkeypatch):
         asked.append((path.name, architecture))
         return report[1] if path.name == "m.1.ptx" else report[2]
 
-    monkeypatch.setattr("ringjax.rehearse.resources._ptxas", ptxas)
+    monkeypatch.setattr("ptxas._ptxas", ptxas)
     (kernel,) = kernel_resources(tmp_path, "sm_90a", ["meet_forward"])
     assert kernel == KernelResources("meet_forward", 255, 44, 256, 512 + 32768)
     assert asked == [("m.1.ptx", "sm_90a")]

@@ -28,9 +28,9 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 import ringjax as rj
-from ringjax import geometry
+from ringjax._src.planning import geometry
 
-PLAN = importlib.import_module("ringjax.plan")  # `ringjax.plan` is the function
+PLAN = importlib.import_module("ringjax._src.planning.plan")  # `ringjax._src.planning.plan` is the function
 
 SLOW = pytest.mark.slow
 

@@ -3,11 +3,10 @@
 import re
 import time
 
+import processes
 import pytest
+from processes import ProcessError, run_processes
 from test_processes import assert_none_left, python
-
-from ringjax import processes
-from ringjax.processes import ProcessError, run_processes
 
 SCRIPT = """
 import os, signal
@@ -15,7 +14,7 @@ print("pid", os.getpid())
 import jax
 import numpy as np
 import ringjax as rj
-from ringjax.processes import initialize_from_environment
+from processes import initialize_from_environment
 
 initialize_from_environment()
 size, rank = len(jax.devices()), jax.process_index()

@@ -167,7 +167,7 @@ def test_gradient_collectives_are_those_of_the_plan(name, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_long_messages_are_cut_as_planned(monkeypatch, implementation):
-    monkeypatch.setattr(sys.modules["ringjax.plan"], "_LONG_MESSAGE", 512)
+    monkeypatch.setattr(sys.modules["ringjax._src.planning.plan"], "_LONG_MESSAGE", 512)
     program = Program(ALIGNED, 4, is_gradient=True, implementation=implementation)
     assert [b.pieces for b in program.plan.branches] == [1, 4]
     counts = executed(program.lowered.compile(compiler_options=QUICK).as_text())

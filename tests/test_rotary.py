@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from cases import error
 
-from ringjax.rotary import rotary, xpos
+from ringjax._src.flax.rotary import rotary, xpos
 
 
 def random(*shape, seed=0) -> np.ndarray:

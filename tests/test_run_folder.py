@@ -11,8 +11,6 @@ import subprocess
 import sys
 
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 from lm import display as display_module
 from lm import lock
 from lm.display import Display
@@ -129,7 +127,6 @@ def test_a_second_run_is_refused_with_the_process_that_holds_the_folder(tmp_path
 def test_a_killed_run_releases_the_folder(tmp_path, lines):
     code = f"""
 import pathlib, sys, time
-sys.path.insert(0, {str(EXAMPLES)!r})
 from lm.lock import FolderLock
 lock = FolderLock(pathlib.Path({str(tmp_path)!r}), print)
 print("locked", flush=True)

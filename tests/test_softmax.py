@@ -18,8 +18,8 @@ from cases import (
 )
 
 import ringjax as rj
-from ringjax import softmax
-from ringjax.softmax import Partial
+from ringjax._src import online_softmax as softmax
+from ringjax._src.online_softmax import Partial
 
 
 def partial(values, weights):

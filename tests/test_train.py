@@ -18,10 +18,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import PartitionSpec
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 import train_lm
+from jax.sharding import PartitionSpec
 from lm import devices
 from lm.display import device_bytes
 

@@ -2,20 +2,17 @@
 
 import math
 import pathlib
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from lm import data
+from lm.flags import UserError
 
 import ringjax as rj
 from ringjax.models import next_token_targets
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
-from lm import data
-from lm.flags import UserError
 
 LENGTH = 32
 

@@ -1,12 +1,7 @@
 """The options of `examples/train_lm.py`: values that make no sense are one line, before anything is computed."""
 
-import pathlib
-import sys
-
 import jax
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
 import train_lm
 
 COUNTS = "layers features heads segments rates batch accumulate steps warmup eval-batches data tensor keep log-every"

@@ -10,7 +10,7 @@ from cases import QUICK, Case, by_definition, error
 from jax import lax
 
 import ringjax as rj
-from ringjax.native import build
+from ringjax._src.kernels.cpu import build
 
 pytestmark = pytest.mark.usefixtures("either_implementation")
 SLOW = pytest.mark.slow

@@ -24,7 +24,7 @@ from lm.flags import RunError, UserError, as_user_error
 from lm.peers import Address, Peers
 from lm.relay import relayed
 from lm.signals import end_with_launcher
-from ringjax.rehearse.compile import neighbour_cycle
+from ringjax.aot import neighbour_cycle
 
 AXES = ("data", "ring", "tensor")
 _LOST_SECONDS, _SHUTDOWN_SECONDS = 40, 60  # without a sign of life; for all to end

@@ -12,8 +12,7 @@ import jax
 
 from lm.display import GIB, device_bytes, memory_line
 from lm.flags import UserError, as_user_error
-from ringjax.rehearse.compile import ENVIRONMENT, ring_mesh
-from ringjax.rehearse.targets import Target, target_named
+from ringjax.aot import ENVIRONMENT, Target, ring_mesh, target_named
 
 
 def target_devices(name: str) -> tuple[Target, list[jax.Device]]:

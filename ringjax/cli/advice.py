@@ -7,11 +7,11 @@ import math
 import warnings
 from typing import NamedTuple, get_args
 
+from ringjax._src.comm.ring_comm import StrategyName
+from ringjax._src.planning.plan import Plan
+from ringjax._src.planning.table import bytes_text
 from ringjax.cli.arguments import Job
 from ringjax.cli.roofline import Estimate, estimate
-from ringjax.geometry import StrategyName
-from ringjax.plan import Plan
-from ringjax.report import bytes_text
 
 
 class Finding(NamedTuple):

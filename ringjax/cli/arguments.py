@@ -10,13 +10,13 @@ import math
 import re
 from typing import Any, NoReturn, get_args
 
+from ringjax._src.aot.compile import Workload
+from ringjax._src.comm.layout import layout_named
+from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
+from ringjax._src.pattern import DilationPattern, Heads, Mixing, Offsets
+from ringjax._src.planning.plan import Plan, plan
 from ringjax.cli.errors import usage_error
 from ringjax.cli.hardware import DEVICES, Device, Platform
-from ringjax.geometry import StrategyName
-from ringjax.layout import layout_named
-from ringjax.pattern import DilationPattern, Heads, Mixing, Offsets
-from ringjax.plan import STRATEGIES, Plan, plan
-from ringjax.rehearse.compile import Workload
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 LAYOUTS = ("contiguous", "zigzag")
@@ -122,7 +122,7 @@ def parse_pattern(
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One attention on a ring of devices, as a command is told of it; see `ringjax.plan` for the meaning of names.
+    """One attention on a ring of devices, as a command is told of it; see `ringjax.plan` for the names.
 
     Example:
         >>> Job(seq_len=65536, num_heads=8, head_dim=64, ring_size=4, pattern_text="2K/1,T/16").plan().branches[1].hops
@@ -172,7 +172,7 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        """The same for `ringjax.rehearse`."""
+        """The same for `ringjax._src.aot`."""
         return Workload(
             self.pattern,
             self.seq_len,

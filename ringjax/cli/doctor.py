@@ -15,7 +15,11 @@ import jax
 import numpy as np
 
 import ringjax
-from ringjax.block.backend import Case, Target
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.kernels.backend import Case, Target
+from ringjax._src.kernels.cpu import build
+from ringjax._src.pattern import DilationPattern
+from ringjax._src.planning.table import bytes_text
 from ringjax.cli.arguments import MOST_CPU_DEVICES, count, duration
 from ringjax.cli.output import emit
 from ringjax.cli.running import (
@@ -28,10 +32,6 @@ from ringjax.cli.running import (
     ring_mesh,
     with_gradient,
 )
-from ringjax.devices import Ring
-from ringjax.native import build
-from ringjax.pattern import DilationPattern
-from ringjax.report import bytes_text
 
 EXAMPLES = """examples:
   ringjax doctor                       on the devices at hand

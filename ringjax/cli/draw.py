@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
+from ringjax._src.comm.layout import layout_named
+from ringjax._src.planning.table import bytes_text
 from ringjax.cli.arguments import Job, add_job_arguments, job_of
 from ringjax.cli.files import check_output, write_output
 from ringjax.cli.output import emit
 from ringjax.cli.pictures import Reach, Schedule, check_length, coverage_of, mask_of, schedule_of
-from ringjax.layout import layout_named
-from ringjax.report import bytes_text
 
 EXAMPLES = """examples:
   ringjax draw mask --seq-len 64 --pattern 8/1,32/2,T/4 --heads 4 --causal -o mask.png

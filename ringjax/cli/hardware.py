@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Literal
 
-from ringjax.rehearse.targets import CUDA_TARGETS, TPU_CHIPS
+from ringjax._src.aot.targets import CUDA_TARGETS, TPU_CHIPS
 
 Platform = Literal["cpu", "tpu", "cuda"]
 TERA, GIGA = 10**12, 10**9

@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from ringjax._src.comm.layout import layout_named
+from ringjax._src.pattern import Branch, selected_before
+from ringjax._src.planning.plan import BranchPlan
 from ringjax.cli.arguments import Job
-from ringjax.layout import layout_named
-from ringjax.pattern import Branch, selected_before
-from ringjax.plan import BranchPlan
 
 LONGEST = 1024  # positions of a mask that can be drawn
 

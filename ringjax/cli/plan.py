@@ -12,6 +12,10 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 import ringjax
+from ringjax._src.comm.ring_comm import STRATEGIES
+from ringjax._src.planning.memory import Memory
+from ringjax._src.planning.plan import Plan
+from ringjax._src.planning.table import bytes_text, count_text, plan_table
 from ringjax.cli.advice import Choice, Finding, best_choice, warnings_of
 from ringjax.cli.arguments import (
     DTYPES,
@@ -30,9 +34,6 @@ from ringjax.cli.errors import in_options
 from ringjax.cli.hardware import DEVICES
 from ringjax.cli.output import WIDTH, emit, seconds_text, table_text
 from ringjax.cli.roofline import Estimate, estimate
-from ringjax.memory import Memory
-from ringjax.plan import STRATEGIES, Plan
-from ringjax.report import bytes_text, count_text, plan_table
 
 EXAMPLES = """examples:
   ringjax plan --seq-len 1M --heads 16 --head-dim 128 --pattern longnet --ring 8 --causal --device h100

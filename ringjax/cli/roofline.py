@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringjax._src.online_softmax import accumulator
+from ringjax._src.planning.costs import Message
+from ringjax._src.planning.plan import BranchPlan, Plan
 from ringjax.cli.hardware import Device
-from ringjax.costs import Message
-from ringjax.plan import BranchPlan, Plan
-from ringjax.softmax import accumulator
 
 BACKWARD = 2.5  # matrix multiplies of the backward pass over those of the forward pass
 

@@ -14,11 +14,11 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ringjax.attention import dilated_attention
-from ringjax.devices import Ring
-from ringjax.layout import to_layout
-from ringjax.pattern import DilationPattern
-from ringjax.reference import reference_attention
+from ringjax._src.api import dilated_attention
+from ringjax._src.comm.layout import to_layout
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.pattern import DilationPattern
+from ringjax._src.reference import reference_attention
 
 Attention = Callable[..., Array]
 

@@ -22,8 +22,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from rich.table import Table
 
-from ringjax.block.backend import Implementation, Target
-from ringjax.block.kernel import BlockSizes
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
+from ringjax._src.kernels.backend import Implementation, Target
+from ringjax._src.kernels.kernel import BlockSizes
+from ringjax._src.planning.table import bytes_text
+from ringjax._src.validation import check_int
 from ringjax.cli.arguments import (
     LAYOUTS,
     MOST_CPU_DEVICES,
@@ -38,11 +42,6 @@ from ringjax.cli.doctor import CPU_DEVICES_HELP, use_devices
 from ringjax.cli.files import check_output, write_output
 from ringjax.cli.output import emit, seconds_text, table_text
 from ringjax.cli.running import attention_on, median_seconds, on_devices, random_arrays, ring_mesh, with_gradient
-from ringjax.devices import Ring
-from ringjax.geometry import StrategyName
-from ringjax.pattern import whole_number
-from ringjax.plan import STRATEGIES
-from ringjax.report import bytes_text
 
 EXAMPLES = """examples:
   ringjax tune --seq-len 64K --pattern 2K/1,16K/4,T/16 --causal -o tuning.json
@@ -162,7 +161,7 @@ def load(path: str | pathlib.Path) -> Tuning:
 
 def _check_tuning(tuning: Tuning) -> None:
     """Raises ValueError for what `ringjax tune` never writes."""
-    whole_number("ring_size", tuning.ring_size)
+    check_int("ring_size", tuning.ring_size)
     places = [(tuning.layout, tuning.strategy), *((trial.layout, trial.strategy) for trial in tuning.trials)]
     if not all(layout in LAYOUTS and strategy in STRATEGIES for layout, strategy in places):
         raise ValueError

@@ -17,14 +17,14 @@ from jax import Array, lax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ringjax.checks import check_ids, check_instance, check_int, check_key, check_row_positions
-from ringjax.decode import DecodeCache
-from ringjax.devices import Ring
-from ringjax.layout import layout_for
-from ringjax.layout import positions as stored_positions
+from ringjax._src.comm.layout import layout_for
+from ringjax._src.comm.layout import positions as stored_positions
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.decode import DecodeCache
+from ringjax._src.flax.nnx import DilatedSelfAttention
+from ringjax._src.flax.precision import compute_dtype
+from ringjax._src.validation import check_ids, check_instance, check_int, check_key, check_row_positions
 from ringjax.models.config import LongNetConfig
-from ringjax.nnx import DilatedSelfAttention
-from ringjax.precision import compute_dtype
 
 Tree = TypeVar("Tree")
 KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names("ringjax_out", "ringjax_lse")

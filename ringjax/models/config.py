@@ -8,7 +8,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ringjax.checks import (
+from ringjax._src.flax.self_attention import PositionKind, check_position_kind
+from ringjax._src.pattern import DilationPattern
+from ringjax._src.validation import (
     MOST_HEADS,
     MOST_POSITIONS,
     check_bool,
@@ -20,8 +22,6 @@ from ringjax.checks import (
     check_rate,
     check_size,
 )
-from ringjax.pattern import DilationPattern
-from ringjax.self_attention import PositionKind, check_position_kind
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,13 +13,13 @@ from jax import Array
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
-from ringjax import debug
-from ringjax.checks import MOST_POSITIONS, check_counts, check_int, check_tokens, known
-from ringjax.decode import DecodeCache, generate
-from ringjax.decode.cache import clipped_counts, placed
-from ringjax.decode.sampling import check_sampling
-from ringjax.devices import Ring
-from ringjax.layout import to_layout
+from ringjax._src import debug
+from ringjax._src.comm.layout import to_layout
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.decode import DecodeCache, generate
+from ringjax._src.decode.cache import clipped_counts, placed
+from ringjax._src.decode.sampling import check_sampling
+from ringjax._src.validation import MOST_POSITIONS, check_counts, check_int, check_tokens, known
 from ringjax.models.vocabulary import check_vocabulary
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class Choice(NamedTuple):
     temperature: float | None  # None where it is an array
     top_k: int | None
     greedy: bool
-    reports: bool  # whether the program reports, see `ringjax.debug`
+    reports: bool  # whether the program reports, see `ringjax._src.debug`
 
 
 def continued(

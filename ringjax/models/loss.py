@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
 
-from ringjax import debug
-from ringjax.checks import check_array, check_int, check_integers
+from ringjax._src import debug
+from ringjax._src.validation import check_array, check_int, check_integers
 from ringjax.models.vocabulary import is_outside
 
 

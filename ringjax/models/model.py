@@ -25,7 +25,10 @@ from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike
 
-from ringjax.checks import (
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.decode import DecodeCache, init_cache
+from ringjax._src.decode.cache import cache_specs, placed
+from ringjax._src.validation import (
     MOST_POSITIONS,
     check_array,
     check_bool,
@@ -34,9 +37,6 @@ from ringjax.checks import (
     check_int,
     check_tokens,
 )
-from ringjax.decode import DecodeCache, init_cache
-from ringjax.decode.cache import cache_specs, placed
-from ringjax.devices import Ring
 from ringjax.models.block import BlockStack, check_model, nth
 from ringjax.models.config import LongNetConfig
 from ringjax.models.generation import continued

@@ -16,11 +16,11 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
-from ringjax.checks import check_instance, check_int, shown
-from ringjax.devices import Ring
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.pattern import DilationPattern
+from ringjax._src.validation import check_instance, check_int, shown
 from ringjax.models.config import LongNetConfig
 from ringjax.models.model import LongNetDecoder, LongNetEncoder
-from ringjax.pattern import DilationPattern
 
 Kind = Literal["decoder", "encoder"]
 Weights = dict[str, np.ndarray]

@@ -12,8 +12,8 @@ from flax import nnx
 from jax import Array
 from jax.sharding import NamedSharding
 
-from ringjax import debug
-from ringjax.checks import known, shown
+from ringjax._src import debug
+from ringjax._src.validation import known, shown
 
 
 def is_outside(tokens: Array, vocab_size: int) -> Array:

@@ -1,0 +1,78 @@
+"""What a compiled program sends, counted from its text: every execution of every collective, loops included."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from typing import NamedTuple
+
+from ringjax._src.aot.schedule import Instruction, Program, entry_of, parse
+
+OPS = ("collective-permute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all")
+_DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "s32": "int32", "u16": "uint16"}
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_LOOP = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
+_SHAPE = re.compile(r"([a-z]+(\d+))\[([\d,]*)\]")
+
+
+class Sent(NamedTuple):
+    """A collective with an operand of so many bytes."""
+
+    op: str
+    dtype: str
+    bytes: int
+
+
+def executed(text: str) -> Counter[Sent]:
+    """How often a device executes each collective, by operand: one that sends three arrays at once counts three times.
+
+    Args:
+        text: What `compiled.as_text()` gives.
+
+    Raises:
+        ValueError: If a loop does not tell how often it runs, or a collective is executed by some devices only.
+    """
+    program = parse(text)
+    return _count(entry_of(text), program)
+
+
+def _count(name: str, program: Program) -> Counter[Sent]:
+    total: Counter[Sent] = Counter()
+    by_name = {x.name: x for x in program[name]}
+    for x in program[name]:
+        loop = _LOOP.search(x.rest) if x.opcode == "while" else None
+        if loop:
+            inside = _count(loop[2], program)
+            trips = _trips(x, program[loop[1]]) if inside else 0
+            total.update({sent: number * trips for sent, number in inside.items()})
+        elif x.opcode == "conditional":
+            if any(_count(callee, program) for callee in x.callees):
+                raise ValueError(f"`text` must have no collective that only some devices execute, got {x.name!r}.")
+        elif not x.opcode.endswith(("-done", "-update")):
+            for callee in x.callees:
+                total += _count(callee, program)
+        op = x.opcode.removesuffix("-start")
+        if op in OPS:
+            total.update(_sent(op, by_name[operand].shape) for operand in x.operands)
+    return total
+
+
+def _trips(loop: Instruction, condition: list[Instruction]) -> int:
+    """How often a loop runs: what the compiler notes, or the bound of a counter from 0 on."""
+    known = _TRIPS.search(loop.rest)
+    if known:
+        return int(known[1])
+    by_name = {x.name: x for x in condition}
+    root = next(x for x in condition if x.is_root)
+    bounds = [by_name[name].literal for name in root.operands if by_name[name].opcode == "constant"]
+    if root.opcode != "compare" or "direction=LT" not in root.rest or len(bounds) != 1:
+        raise ValueError(f"`text` must tell how often a loop with collectives runs, got {loop.name!r}.")
+    return int(bounds[0])
+
+
+def _sent(op: str, shape: str) -> Sent:
+    found = _SHAPE.search(shape)
+    assert found is not None, shape
+    elements = math.prod(int(n) for n in found[3].split(",") if n)
+    return Sent(op, _DTYPES.get(found[1], found[1]), elements * int(found[2]) // 8)

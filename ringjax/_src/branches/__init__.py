@@ -1,0 +1,1 @@
+"""Branches that span several devices."""

@@ -1,0 +1,8 @@
+"""Decoding with a small cache: the rows of the current segments instead of the whole sequence."""
+
+from ringjax._src.decode.cache import DecodeCache, init_cache
+from ringjax._src.decode.prompt import prefill
+from ringjax._src.decode.sampling import generate
+from ringjax._src.decode.step import decode_step
+
+__all__ = ["DecodeCache", "decode_step", "generate", "init_cache", "prefill"]

@@ -1,0 +1,199 @@
+"""What decoding keeps: in each branch the selected rows of the segment under way, and nothing else.
+
+Legend: ``B`` batch, ``K`` key/value heads, ``S`` slots of a branch, ``H`` head dim, ``w`` segment length, ``r`` rate.
+Position ``p`` is selected by head ``h`` iff ``(p mod w) mod r == o(h)``, and then stands in slot ``(p mod w) // r``:
+
+    w = 6, r = 2, o = 1    position  0 1 2 3 4 5 | 6 7 8 9 10 11
+                           slot        0   1   2 |   0   1    2
+
+A row of a finished segment stays in its slot until the next one takes it. Nobody sees it meanwhile: what a slot
+holds is told by positions alone, see `held_positions`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike, DTypeLike
+
+from ringjax._src import debug
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.pattern import Branch, DilationPattern
+from ringjax._src.validation import (
+    MOST_HEADS,
+    MOST_POSITIONS,
+    check_counts,
+    check_dtype,
+    check_instance,
+    check_int,
+    check_pattern,
+    check_size,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeCache:
+    """The keys and values that the next tokens can still see, made by `init_cache`; a pytree.
+
+    Its size does not depend on how many tokens went by: each branch has ``ceil(min(w, max_len) / r)`` slots for each of
+    its heads (on a ring, rounded up to a multiple of the ring size), so that
+
+        nbytes = 2 * itemsize * head_dim * batch * (sum over branches of heads * slots) + 4 * batch
+
+    Attributes:
+        keys: One array (B, heads, slots, H) per branch.
+        values: The same for the values.
+        lengths: Tokens that each entry of the batch has seen, int32 (B,).
+        pattern: The branches; static.
+        max_len: The length for which the cache was made; static.
+
+    Example:
+        >>> import ringjax as rj
+        >>> pattern = rj.DilationPattern(segment_lengths=(16, 64), dilation_rates=(1, 4))
+        >>> cache = rj.init_cache(pattern, batch=1, num_kv_heads=4, head_dim=8, max_len=1_000_000)
+        >>> [k.shape for k in cache.keys], cache.nbytes
+        ([(1, 4, 16, 8), (1, 4, 16, 8)], 8196)
+    """
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    lengths: Array
+    pattern: DilationPattern
+    max_len: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays, over all devices together."""
+        return sum(x.size * x.dtype.itemsize for x in (*self.keys, *self.values, self.lengths))
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return sum(k.shape[1] for k in self.keys) if self.pattern.heads == "grouped" else self.keys[0].shape[1]
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The branches, with segments that are clamped to `max_len`."""
+        return self.pattern.branches(self.num_kv_heads, self.max_len)
+
+
+jax.tree_util.register_dataclass(
+    DecodeCache, data_fields=["keys", "values", "lengths"], meta_fields=["pattern", "max_len"]
+)
+
+
+def init_cache(
+    pattern: DilationPattern,
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_len: int,
+    dtype: DTypeLike = jnp.float32,
+    *,
+    ring: Ring | None = None,
+) -> DecodeCache:
+    """An empty cache for `prefill` and `decode_step`.
+
+    Segments longer than `max_len` are cut to it, as `dilated_attention` cuts them to the length of its sequence: up to
+    `max_len` tokens both say the same. Decoding may go on beyond: a branch that was cut then starts a new segment
+    every `max_len` tokens, the others do not notice, and no row is lost before its segment is over.
+
+    Args:
+        pattern: The branches.
+        batch: Number of sequences that are decoded side by side.
+        num_kv_heads: Number of key/value heads.
+        head_dim: Head dim.
+        max_len: Length up to which the segments of the pattern are kept whole.
+        dtype: Dtype of keys and values.
+        ring: The devices over which the slots are sharded, or None. `batch_axis` and `head_axis` of the ring shard
+            batch and heads; its layout is that of the prompt, not of the cache.
+
+    Returns:
+        The cache.
+
+    Raises:
+        ValueError: If an argument is not as described.
+        NotImplementedError: If `heads="grouped"` meets a ring whose heads are sharded.
+
+    Example:
+        >>> import jax.numpy as jnp, ringjax as rj
+        >>> pattern = rj.DilationPattern.geometric(1024, 1_048_576, 4)
+        >>> cache = rj.init_cache(pattern, 1, num_kv_heads=4, head_dim=64, max_len=1_048_576, dtype=jnp.bfloat16)
+        >>> 2 * 2 * 4 * 64 * 1_048_576 // cache.nbytes  # times smaller than the keys and values of all tokens
+        170
+    """
+    check_pattern(pattern)
+    sizes = {"batch": batch, "head_dim": head_dim, "max_len": max_len}
+    batch, head_dim, max_len = (check_int(name, size, most=MOST_POSITIONS) for name, size in sizes.items())
+    heads, dtype = check_int("num_kv_heads", num_kv_heads, most=MOST_HEADS), check_dtype("dtype", dtype)
+    shards = 1 if ring is None else check_ring(ring, pattern, batch, heads)
+    branches = pattern.branches(heads, max_len)
+    slots = [-(-b.segment_length // b.rate) for b in branches]
+    slots = [s + -s % shards for s in slots]
+    for branch, count in zip(branches, slots, strict=True):
+        names = "`batch`, `num_kv_heads`, `head_dim` and `max_len`"
+        check_size(names, (batch, branch.num_heads, count, head_dim), dtype.itemsize)
+
+    def empty() -> DecodeCache:
+        rows = [jnp.zeros((batch, b.num_heads, s, head_dim), dtype) for b, s in zip(branches, slots, strict=True)]
+        return DecodeCache(tuple(rows), tuple(map(jnp.zeros_like, rows)), jnp.zeros(batch, jnp.int32), pattern, max_len)
+
+    if ring is None:
+        return empty()
+    specs = cache_specs(jax.eval_shape(empty), ring)
+    shardings = jax.tree.map(lambda spec: jax.NamedSharding(ring.resolve(), spec), specs, is_leaf=_is_spec)
+    return jax.jit(empty, out_shardings=shardings)()
+
+
+def cache_specs(cache: DecodeCache, ring: Ring) -> DecodeCache:
+    """How the arrays of a cache are sharded over a ring: a cache of specs."""
+    rows = PartitionSpec(ring.batch_axis, ring.head_axis, ring.axis_name, None)
+    specs: DecodeCache = jax.tree.map(lambda x: rows if x.ndim == 4 else PartitionSpec(ring.batch_axis), cache)
+    return specs
+
+
+def placed(ring: Ring, arrays: Any, specs: Any) -> Any:  # noqa: ANN401
+    """The arrays sharded as the specs say: on an explicit mesh `shard_map` takes no others."""
+    mesh = ring.resolve()
+    if AxisType.Explicit not in mesh.axis_types:
+        return arrays
+    return jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), arrays, specs)
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, PartitionSpec)
+
+
+def check_ring(ring: Ring, pattern: DilationPattern, batch: int, kv_heads: int) -> int:
+    """Checks that batch and heads fit on a ring, and returns its size."""
+    check_instance("ring", ring, Ring).check_divides(batch=batch, kv_heads=kv_heads)
+    if pattern.heads == "grouped" and ring.size("head_axis") > 1:
+        raise NotImplementedError('`heads="grouped"` does not go with a `head_axis` that shards the heads.')
+    return ring.size("axis_name")
+
+
+def clipped_counts(name: str, values: ArrayLike, batch: int, most: int, least: int = 0) -> Array:
+    """Checks one count per entry of the batch; values that are known only at run time are clipped."""
+    counts = jnp.asarray(check_counts(name, values, batch, most, least))
+    debug.report(name, f"outside {least} to {most}, and clipped", lambda: (counts < least) | (counts > most))
+    return jnp.clip(counts, least, most).astype(jnp.int32)
+
+
+def offset_table(cache: DecodeCache) -> np.ndarray:
+    """The offset of each key/value head in each branch, -1 where the head does not run it: (branches, K)."""
+    table = np.full((len(cache.keys), cache.num_kv_heads), -1, np.int32)
+    for row, branch in zip(table, cache.branches, strict=True):
+        row[branch.first_head : branch.first_head + branch.num_heads] = branch.offsets
+    return table
+
+
+def held_positions(branch: Branch, offsets: Array, first_slot: Array | int, slots: int) -> Array:
+    """The position, counted from the start of its segment, of the row for each slot of each head: (K, S)."""
+    slot = first_slot + jnp.arange(slots, dtype=jnp.int32)
+    return slot[None, :] * branch.rate + offsets[:, None]

@@ -1,0 +1,147 @@
+"""From a whole prompt to a cache: the rows of the segments under way, taken by position.
+
+Legend: ``B`` batch, ``T`` length, ``K`` key/value heads, ``S`` slots of a branch, ``H`` head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from ringjax._src.comm.layout import layout_named
+from ringjax._src.comm.mesh import Ring, RingPlace
+from ringjax._src.decode.cache import (
+    DecodeCache,
+    cache_specs,
+    check_ring,
+    clipped_counts,
+    held_positions,
+    offset_table,
+    placed,
+)
+from ringjax._src.pattern import Branch
+from ringjax._src.validation import check_array, check_instance
+
+
+def prefill(
+    cache: DecodeCache, key: Array, value: Array, lengths: ArrayLike | None = None, *, ring: Ring | None = None
+) -> DecodeCache:
+    """Fills a cache with a whole prompt, whose attention is the caller's, by `dilated_attention(..., is_causal=True)`.
+
+    What the cache held before is dropped.
+
+    Args:
+        cache: The cache, as `init_cache` makes it.
+        key: Keys of the prompt (B, T, K, H), of any length.
+        value: Values, the shape of `key`.
+        lengths: True length of each prompt, integers (B,) from 0 to T: later rows are padding. T by default. Numbers
+            out of this range are an error where they are known, and clipped where they are traced.
+        ring: The ring over which `key` and `value` are sharded, in its layout, and over which the cache was made; or
+            None. Its devices send only the rows of the cache, one branch at a time.
+
+    Returns:
+        The cache after the prompt.
+
+    Raises:
+        ValueError: If an argument is not as described.
+
+    Example:
+        >>> import jax, ringjax as rj
+        >>> pattern = rj.DilationPattern((16, 64), (1, 4))
+        >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 1, 100, 4, 8))
+        >>> out = rj.dilated_attention(q, k, v, pattern, is_causal=True)
+        >>> rj.prefill(rj.init_cache(pattern, 1, 4, 8, max_len=200), k, v).lengths
+        Array([100], dtype=int32)
+    """
+    batch, length = _check_prompt(cache, key, value)
+    if ring is not None:
+        check_instance("ring", ring, Ring)
+    given = jnp.full(batch, length, jnp.int32) if lengths is None else clipped_counts("lengths", lengths, batch, length)
+    key, value = jnp.asarray(key), jnp.asarray(value)
+    offsets = jnp.asarray(offset_table(cache))
+    shards = 1 if ring is None else check_ring(ring, cache.pattern, batch, cache.num_kv_heads)
+    if ring is None or ring.resolve().size == 1:
+        return _fill(cache, key, value, given, offsets, place=None)
+    check_slots(cache, shards)
+    place = ring.place()
+    multiple = layout_named(place.layout).multiple(shards)
+    if length % multiple:
+        raise ValueError(
+            f"`key` length must be a multiple of {multiple} for layout {ring.layout!r} on a ring of {shards}, "
+            f"got {length}: pad with `to_layout` and say `lengths`."
+        )
+    specs, heads = cache_specs(cache, ring), PartitionSpec(None, ring.head_axis)
+    in_specs = (specs, ring.spec(), ring.spec(), specs.lengths, heads)
+    fill = functools.partial(_fill, place=place)
+    sharded = jax.shard_map(fill, mesh=ring.resolve(), in_specs=in_specs, out_specs=specs)
+    return sharded(*placed(ring, (cache, key, value, given, offsets), in_specs))
+
+
+def check_slots(cache: DecodeCache, shards: int) -> None:
+    """Checks that the slots of a cache divide over the devices of a ring."""
+    for i, k in enumerate(cache.keys):
+        if k.shape[2] % shards:
+            raise ValueError(
+                f"`cache` slots must divide evenly over the ring of {shards}, got {k.shape[2]} in branch {i}: "
+                "make it by `init_cache(..., ring=ring)`."
+            )
+
+
+def _check_prompt(cache: DecodeCache, key: Array, value: Array) -> tuple[int, int]:
+    like = check_instance("cache", cache, DecodeCache).keys[0]
+    batch, heads, dim = like.shape[0], cache.num_kv_heads, like.shape[3]
+    for name, x in (("key", key), ("value", value)):
+        check_array(name, x, "floating point")
+        if len(x.shape) != 4 or (x.shape[0], *x.shape[2:]) != (batch, heads, dim):
+            raise ValueError(f"`{name}` must have the shape ({batch}, length, {heads}, {dim}), got {x.shape}.")
+        if x.dtype != like.dtype:
+            raise ValueError(f"`{name}` must have the dtype of `cache`, got {x.dtype} and {like.dtype}.")
+    if key.shape != value.shape:
+        raise ValueError(f"`value` must have the shape of `key`, got {value.shape} and {key.shape}.")
+    return batch, key.shape[1]
+
+
+def _fill(
+    cache: DecodeCache, key: Array, value: Array, lengths: Array, offsets: Array, *, place: RingPlace | None
+) -> DecodeCache:
+    """What each device does; `place` is None where one device has all."""
+    shards = 1 if place is None else place.axis_size
+    keys, values = [], []
+    for i, (branch, held) in enumerate(zip(cache.branches, cache.keys, strict=True)):
+        heads = slice(branch.first_head, branch.first_head + held.shape[1])
+        begin = jnp.maximum(lengths - 1, 0) // branch.segment_length * branch.segment_length
+        inside = held_positions(branch, offsets[i, heads], 0, held.shape[2] * shards)
+        position = begin[:, None, None] + inside[None]  # (B, K, S)
+        position = jnp.where(position < lengths[:, None, None], position, -1)
+        with jax.named_scope(f"prefill_{_name(branch)}"):
+            keys.append(_rows_at(key[:, :, heads], position, place))
+            values.append(_rows_at(value[:, :, heads], position, place))
+    return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), lengths=lengths)
+
+
+def _rows_at(x: Array, position: Array, place: RingPlace | None) -> Array:
+    """The rows of x (B, T, K, H) at the positions (B, K, S), 0 where they are -1; on a ring, this device's slots."""
+    index = position
+    if place is not None:
+        layout, me = layout_named(place.layout), lax.axis_index(place.axis_name)
+        chunk = x.shape[1] // layout.chunks
+        index = jnp.full_like(position, -1)
+        for nth, start in enumerate(layout.starts(me, place.axis_size, chunk)):
+            is_here = (position >= start) & (position < start + chunk)
+            index = jnp.where(is_here, position - start + nth * chunk, index)
+    take = jax.vmap(jax.vmap(lambda rows, i: jnp.take(rows, i, axis=0, mode="clip"), (1, 0)))
+    rows = jnp.where(index[..., None] >= 0, take(x, index), 0)
+    if place is None:
+        return rows
+    # each row comes from one device, the others add 0
+    return lax.psum_scatter(rows, place.axis_name, scatter_dimension=2, tiled=True)
+
+
+def _name(branch: Branch) -> str:
+    return f"{branch.segment_length}_{branch.rate}"

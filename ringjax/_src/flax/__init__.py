@@ -1,0 +1,1 @@
+"""Flax layers and what they share: projections, positional encodings, the `attention_fn` adapter."""

@@ -1,0 +1,196 @@
+"""Dilated self-attention as a layer of Flax linen."""
+
+from __future__ import annotations
+
+import functools
+from typing import cast
+
+import jax.numpy as jnp
+from flax import linen as nn
+from jax import Array, lax
+from jax.sharding import Mesh, NamedSharding
+from jax.typing import DTypeLike
+
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.comm.ring_comm import AxisName
+from ringjax._src.flax.self_attention import Initializer, PositionKind, check_layer, flat_initializer, self_attention
+from ringjax._src.kernels.backend import Implementation
+from ringjax._src.pattern import DilationPattern
+from ringjax._src.validation import check_array, check_bool, check_key
+
+
+class DilatedSelfAttention(nn.Module):
+    """Dilated self-attention with its projections, on one device or on a ring.
+
+    The same parameters give the same output on any ring, and in `ringjax.nnx.DilatedSelfAttention`, where they have
+    the same names and shapes. Where the ring has a `head_axis`, the kernels carry it as partitioning metadata.
+
+    Args:
+        num_heads: Query heads.
+        pattern: The branches.
+        num_kv_heads: Key/value heads, a divisor of `num_heads`; as many by default.
+        head_dim: Dimensions per head, ``in_features // num_heads`` by default.
+        out_features: Features of the output, those of the input by default.
+        is_causal: Whether a position sees only itself and those before.
+        positions: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
+        sub_norm: Whether the concatenated heads are normalized (layer norm) before the output projection.
+        norm_epsilon: Added to the variance in that norm.
+        dropout_rate: Share of the attention weights that is dropped in training, see `dilated_attention`.
+        deterministic: Whether nothing is dropped.
+        use_bias: Whether the projections have a bias.
+        dtype: Of the computation, by default that of input and parameters together; see `ringjax.compute_dtype`.
+        param_dtype: Of the parameters.
+        kernel_init: Initializer of the kernels, seen as matrices.
+        bias_init: Initializer of the biases.
+        ring: The devices that share the sequence, or None. Inputs are then in the ring's layout.
+        implementation: As for `dilated_attention`.
+
+    Raises:
+        ValueError: If an argument is not as described (when the layer is called).
+
+    Example:
+        >>> import jax, jax.numpy as jnp, ringjax as rj
+        >>> from ringjax.linen import DilatedSelfAttention
+        >>> pattern = rj.DilationPattern((16, 64), (1, 4))
+        >>> layer = DilatedSelfAttention(4, pattern, is_causal=True, positions="rotary")
+        >>> x = jnp.ones((2, 64, 32))
+        >>> parameters = layer.init(jax.random.key(0), x)
+        >>> layer.apply(parameters, x).shape
+        (2, 64, 32)
+    """
+
+    num_heads: int
+    pattern: DilationPattern
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    out_features: int | None = None
+    is_causal: bool = False
+    positions: PositionKind | None = None
+    sub_norm: bool = False
+    norm_epsilon: float = 1e-6
+    dropout_rate: float = 0.0
+    deterministic: bool = False
+    use_bias: bool = True
+    dtype: DTypeLike | None = None
+    param_dtype: DTypeLike = jnp.float32
+    kernel_init: Initializer = nn.initializers.lecun_normal()
+    bias_init: Initializer = nn.initializers.zeros_init()
+    ring: Ring | None = None
+    implementation: Implementation | None = None
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Array,
+        *,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        seq_len: int | None = None,
+        deterministic: bool | None = None,
+        dropout_rng: Array | None = None,
+    ) -> Array:
+        """The layer's output (batch..., length, out_features).
+
+        Args:
+            x: Floating-point inputs (batch..., length, in_features), in the layout of the ring if there is one.
+            positions: Position of each row, integers (length,) or (batch..., length); by default that in the sequence,
+                which the ring's layout tells. From 0 to ``length - 1`` for xPos.
+            segment_ids, seq_len: As for `dilated_attention`.
+            deterministic: Whether nothing is dropped, in this call.
+            dropout_rng: The key for dropout, by default from the stream "dropout".
+        """
+        check_array("x", x, "floating point")
+        if not x.shape:
+            raise ValueError(f"`x` must have the axes (batch..., length, features), got shape {x.shape}.")
+        core = self_attention(
+            self.pattern,
+            x.shape[-1],
+            self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            is_causal=self.is_causal,
+            positions=self.positions,
+            ring=self.ring,
+            implementation=self.implementation,
+            dropout_rate=self.dropout_rate,
+        )
+        core.check_call(x, positions, segment_ids, seq_len)
+        is_deterministic = self.deterministic if deterministic is None else check_bool("deterministic", deterministic)
+        if dropout_rng is not None:
+            check_key("dropout_rng", dropout_rng)
+        flags = {"sub_norm": self.sub_norm, "deterministic": self.deterministic, "use_bias": self.use_bias}
+        types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
+        initializers = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
+        shapes = core.kernel_shapes(
+            check_layer(core, self.out_features, self.norm_epsilon, flags, **types, **initializers)
+        )
+        projection = functools.partial(
+            _Projection,
+            use_bias=self.use_bias,
+            dtype=self.dtype,
+            param_dtype=self.param_dtype,
+            kernel_init=self.kernel_init,
+            bias_init=self.bias_init,
+            mesh=core.mesh,
+        )
+        query, key, value = (
+            projection(shapes[name], 1, over=(None, core.head_axis, None), name=name)(x)
+            for name in ("query", "key", "value")
+        )
+        if is_deterministic or core.dropout_rate == 0:
+            dropout_rng = None
+        elif dropout_rng is None:
+            dropout_rng = self.make_rng("dropout")
+        attended = core(
+            query,
+            key,
+            value,
+            positions=positions,
+            segment_ids=segment_ids,
+            seq_len=seq_len,
+            dropout_rng=dropout_rng,
+        )
+        if self.sub_norm:
+            norm = nn.LayerNorm(
+                epsilon=self.norm_epsilon,
+                dtype=self.dtype,
+                param_dtype=self.param_dtype,
+                use_fast_variance=False,
+                name="sub_norm",
+            )
+            attended = norm(attended.reshape(*attended.shape[:-2], -1)).reshape(attended.shape)
+        out = projection(shapes["out"], 2, over=(core.head_axis, None, None), name="out")
+        return out(attended, core.out_sharding(x.ndim))
+
+
+class _Projection(nn.Module):
+    """A kernel of `shape`, whose first `contracted` axes are summed over, sharded over mesh axes `over`."""
+
+    shape: tuple[int, ...]
+    contracted: int
+    over: tuple[AxisName | None, ...]
+    use_bias: bool
+    dtype: DTypeLike | None
+    param_dtype: DTypeLike
+    kernel_init: Initializer
+    bias_init: Initializer
+    mesh: Mesh | None
+
+    @nn.compact
+    def __call__(self, x: Array, out_sharding: NamedSharding | None = None) -> Array:
+        kernel_init = flat_initializer(self.kernel_init, self.contracted)
+        kernel = self.param("kernel", self._sharded(kernel_init, self.over), self.shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias_init = self._sharded(self.bias_init, self.over[self.contracted :])
+            bias = self.param("bias", bias_init, self.shape[self.contracted :], self.param_dtype)
+        x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
+        first = x.ndim - self.contracted
+        summed = (tuple(range(first, x.ndim)), tuple(range(self.contracted)))
+        out = lax.dot_general(x, kernel, (summed, ((), ())), out_sharding=out_sharding)
+        return out if bias is None else out + bias.reshape((1,) * first + bias.shape)
+
+    def _sharded(self, init: Initializer, over: tuple[AxisName | None, ...]) -> Initializer:
+        if all(axis is None for axis in over):
+            return init
+        return nn.with_partitioning(init, cast(tuple[str | None, ...], over), mesh=self.mesh)

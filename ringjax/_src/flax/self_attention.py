@@ -1,0 +1,332 @@
+"""What the self-attention layers of nnx and linen share: everything but the making of parameters.
+
+Legend: ``T`` length, ``F`` features, ``N`` query heads, ``K`` key/value heads, ``H`` head dim.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, get_args
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+
+from ringjax._src.api import dilated_attention
+from ringjax._src.comm.layout import layout_for
+from ringjax._src.comm.layout import positions as stored_positions
+from ringjax._src.comm.mesh import Ring, axes
+from ringjax._src.comm.ring_comm import AxisName
+from ringjax._src.decode import DecodeCache, decode_step, prefill
+from ringjax._src.decode.cache import clipped_counts
+from ringjax._src.flax.adapter import batched
+from ringjax._src.flax.rotary import rotary, xpos
+from ringjax._src.kernels.backend import Implementation, check_backend
+from ringjax._src.pattern import DilationPattern
+from ringjax._src.validation import (
+    MOST_POSITIONS,
+    check_array,
+    check_bool,
+    check_callable,
+    check_counts,
+    check_dtype,
+    check_heads,
+    check_ids,
+    check_instance,
+    check_int,
+    check_optional_choice,
+    check_pattern,
+    check_positive,
+    check_rate,
+    check_row_positions,
+    check_size,
+)
+
+PositionKind = Literal["rotary", "xpos"]
+Initializer = Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class SelfAttention:
+    """The sizes of a self-attention layer, and what it does between its projections."""
+
+    pattern: DilationPattern
+    in_features: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    is_causal: bool
+    positions: PositionKind | None
+    ring: Ring | None
+    implementation: Implementation | None
+    dropout_rate: float = 0.0
+
+    def kernel_shapes(self, out_features: int) -> dict[str, tuple[int, int, int]]:
+        """The shape of each projection's kernel.
+
+        Example:
+            >>> from ringjax import DilationPattern
+            >>> self_attention(DilationPattern((16,), (1,)), 32, 4, num_kv_heads=2).kernel_shapes(32)
+            {'query': (32, 4, 8), 'key': (32, 2, 8), 'value': (32, 2, 8), 'out': (4, 8, 32)}
+        """
+        shared = (self.in_features, self.num_kv_heads, self.head_dim)
+        query = (self.in_features, self.num_heads, self.head_dim)
+        return {"query": query, "key": shared, "value": shared, "out": (*query[1:], out_features)}
+
+    @property
+    def head_axis(self) -> AxisName | None:
+        """The mesh axis that shards the heads axis of the kernels."""
+        return None if self.ring is None else self.ring.head_axis
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh for which parameters are made, if it was given."""
+        return self.ring.mesh if self.ring is not None and isinstance(self.ring.mesh, Mesh) else None
+
+    def out_sharding(self, ndim: int, over_ring: bool = True) -> NamedSharding | None:
+        """How the output is sharded, where it must be said: the sum over heads on an explicit mesh."""
+        if self.ring is None or self.head_axis is None:
+            return None
+        mesh = self.ring.resolve()
+        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+        if not any(kinds[axis] == AxisType.Explicit for axis in axes(self.head_axis)):
+            return None
+        ring_axis = self.ring.axis_name if over_ring else None
+        spec = PartitionSpec(self.ring.batch_axis, *(None,) * (ndim - 3), ring_axis, None)
+        return NamedSharding(mesh, spec)
+
+    def __call__(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        positions: Array | None,
+        segment_ids: Array | None,
+        seq_len: int | None,
+        dropout_rng: Array | None = None,
+    ) -> Array:
+        """The attention of projected arrays (batch..., T, heads, H), with positions put in; a key drops weights."""
+        shape = query.shape
+        query, key, value = batched({"query": query, "key": key, "value": value})
+        if segment_ids is not None:
+            segment_ids = _as_rows("segment_ids", segment_ids, shape[:-2])
+        query, key = self._placed(query, key, positions, shape)
+        out = dilated_attention(
+            query,
+            key,
+            value,
+            self.pattern,
+            is_causal=self.is_causal,
+            segment_ids=segment_ids,
+            seq_len=seq_len,
+            dropout_rate=0.0 if dropout_rng is None else self.dropout_rate,
+            dropout_rng=dropout_rng,
+            ring=self.ring,
+            implementation=self.implementation,
+        )
+        return out if out.shape == shape else out.reshape(shape)
+
+    def prefill(
+        self, query: Array, key: Array, value: Array, cache: DecodeCache, lengths: ArrayLike | None
+    ) -> tuple[Array, DecodeCache]:
+        """The attention of a whole prompt (B, T, heads, H), and the cache after it."""
+        self._check_decodes(cache)
+        self.check_prompt(query.shape[1], cache.max_len, lengths)
+        query, key = self._placed(query, key, None, query.shape, cache.max_len)
+        out = dilated_attention(
+            query, key, value, self.pattern, is_causal=True, ring=self.ring, implementation=self.implementation
+        )
+        return out, prefill(cache, key, value, lengths, ring=self.ring)
+
+    def extend(
+        self, query: Array, key: Array, value: Array, cache: DecodeCache, counts: ArrayLike | None
+    ) -> tuple[Array, DecodeCache]:
+        """The attention of the next tokens (B, n, heads, H) after those of the cache, and the cache after them."""
+        self._check_decodes(cache)
+        if self.positions is not None:
+            nth = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
+            positions = cache.lengths[:, None] + nth
+            if counts is not None:  # padding stands nowhere
+                positions = jnp.where(nth < clipped_counts("counts", counts, *query.shape[:2])[:, None], positions, 0)
+            query, key = self._placed(query, key, positions, query.shape, cache.max_len)
+        return decode_step(cache, query, key, value, counts=counts, ring=self.ring)
+
+    def check_prompt(self, length: int, max_len: int, lengths: ArrayLike | None) -> None:
+        """Checks that a cache is made for prompts of this length; on a ring, part of it may be padding."""
+        if length > max_len and (self.ring is None or lengths is None):
+            raise ValueError(
+                f"`max_len` of a cache must be at least the length of the prompt, got {max_len} and {length}."
+            )
+
+    def check_call(self, x: Array, positions: Array | None, segment_ids: Array | None, seq_len: int | None) -> None:
+        """Checks the arguments of a call of the layer."""
+        self.check_features(x)
+        leading = tuple(x.shape[:-1])
+        if segment_ids is not None:
+            check_ids("segment_ids", segment_ids, leading, "(batch..., length)")
+        if seq_len is not None and check_int("seq_len", seq_len) > leading[-1]:
+            raise ValueError(f"`seq_len` must be between 1 and the stored length {leading[-1]}, got {seq_len}.")
+        if positions is None:
+            return
+        if self.positions is None:
+            raise ValueError(
+                '`positions` must be None for a layer without "rotary" or "xpos", got '
+                f"{type(positions).__name__} of shape {getattr(positions, 'shape', None)}."
+            )
+        if getattr(positions, "ndim", 1) > 1:
+            check_ids("positions", positions, leading, "(batch..., length)")
+        else:
+            check_row_positions(positions, math.prod(leading[:-1]), leading[-1])
+
+    def check_decoding(self, x: Array, cache: DecodeCache, numbers: dict[str, ArrayLike | None]) -> None:
+        """Checks the arguments of a prefill or of the next tokens; `numbers` holds `lengths` or `counts`."""
+        self.check_features(x, decodes=True)
+        self._check_decodes(cache)
+        for name, values in numbers.items():
+            if values is not None:
+                check_counts(name, values, *x.shape[:2])
+
+    def _check_decodes(self, cache: DecodeCache) -> None:
+        if not self.is_causal:
+            raise ValueError("`is_causal` must be True for a layer that decodes, got False.")
+        if check_instance("cache", cache, DecodeCache).pattern != self.pattern:
+            raise ValueError(f"`cache` must be one of the layer's pattern {self.pattern}, got {cache.pattern}.")
+
+    def check_features(self, x: Array, *, decodes: bool = False) -> None:
+        """Checks the input of a layer, which has one batch axis where the layer decodes."""
+        check_array("x", x, "floating point")
+        if len(x.shape) < 2 or x.shape[-1] != self.in_features or (decodes and len(x.shape) != 3):
+            batch = "batch" if decodes else "batch..."
+            raise ValueError(
+                f"`x` must have the axes ({batch}, length, {self.in_features} features), got shape {x.shape}."
+            )
+
+    def _placed(
+        self, query: Array, key: Array, positions: Array | None, shape: tuple[int, ...], max_len: int | None = None
+    ) -> tuple[Array, Array]:
+        """Queries and keys that know their positions, of which there are at most `max_len`."""
+        if self.positions is None:
+            return query, key
+        length = shape[-3]
+        if positions is None:
+            positions = self._true_positions(length)
+        elif getattr(positions, "ndim", 1) > 1:
+            positions = _as_rows("positions", positions, shape[:-2])
+        with jax.named_scope(self.positions):
+            if self.positions == "rotary":
+                return rotary(query, positions), rotary(key, positions)
+            return xpos(query, key, positions, length=max_len or length)
+
+    def _true_positions(self, length: int) -> Array:
+        if self.ring is None:
+            return jnp.arange(length, dtype=jnp.int32)
+        size = self.ring.size("axis_name")
+        return stored_positions(layout_for(self.ring.layout, size), length, size)
+
+
+def self_attention(
+    pattern: DilationPattern,
+    in_features: int,
+    num_heads: int,
+    *,
+    num_kv_heads: int | None = None,
+    head_dim: int | None = None,
+    is_causal: bool = False,
+    positions: PositionKind | None = None,
+    ring: Ring | None = None,
+    implementation: Implementation | None = None,
+    dropout_rate: float = 0.0,
+) -> SelfAttention:
+    """Checks the arguments of a layer and fills in its sizes.
+
+    Example:
+        >>> from ringjax import DilationPattern
+        >>> self_attention(DilationPattern((16,), (1,)), in_features=32, num_heads=4).head_dim
+        8
+    """
+    check_pattern(pattern)
+    check_bool("is_causal", is_causal)
+    if ring is not None:
+        check_instance("ring", ring, Ring)
+    check_backend(implementation, None)
+    in_features = check_int("in_features", in_features, most=MOST_POSITIONS)
+    num_heads, num_kv_heads = check_heads(num_heads, num_kv_heads)
+    if head_dim is None and in_features % num_heads:
+        raise ValueError(
+            f"`in_features` must be a multiple of `num_heads` where `head_dim` is not given, got {in_features} and "
+            f"{num_heads}."
+        )
+    head_dim = in_features // num_heads if head_dim is None else check_int("head_dim", head_dim, most=MOST_POSITIONS)
+    check_size("`in_features`, `num_heads` and `head_dim`", (in_features, num_heads, head_dim))
+    check_position_kind(positions, head_dim)
+    if positions == "xpos" and not is_causal:
+        raise ValueError('`is_causal` must be True for `positions="xpos"`, whose scores of later keys grow, got False.')
+    return SelfAttention(
+        pattern,
+        in_features,
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        is_causal,
+        positions,
+        ring,
+        implementation,
+        check_rate(dropout_rate),
+    )
+
+
+def check_position_kind(positions: PositionKind | None, head_dim: int) -> None:
+    """Checks how positions are put into queries and keys of this head dim."""
+    check_optional_choice("positions", positions, get_args(PositionKind))
+    if positions is not None and head_dim % 2:
+        raise ValueError(f"`head_dim` must be even for `positions={positions!r}`, got {head_dim}.")
+
+
+def check_layer(
+    core: SelfAttention, out_features: int | None, norm_epsilon: float, flags: Mapping[str, object], **options: object
+) -> int:
+    """Checks the arguments of a layer beside those of `self_attention`, and returns the features of its output.
+
+    `flags` are arguments that must be bools; `options` are `dtype`, `param_dtype`, `kernel_init` and `bias_init`.
+    """
+    width = core.in_features if out_features is None else out_features
+    width = check_int("out_features", width, most=MOST_POSITIONS)
+    check_size("`num_heads`, `head_dim` and `out_features`", (core.num_heads, core.head_dim, width))
+    check_positive("norm_epsilon", norm_epsilon)
+    for name, flag in flags.items():
+        check_bool(name, flag)
+    if options["dtype"] is not None:
+        check_dtype("dtype", options["dtype"])
+    check_dtype("param_dtype", options["param_dtype"])
+    for name in ("kernel_init", "bias_init"):
+        check_callable(name, options[name])
+    return width
+
+
+def flat_initializer(init: Initializer, contracted: int) -> Initializer:
+    """An initializer of kernels with many axes that sees them as matrices, the first `contracted` axes being its rows.
+
+    Example:
+        >>> import jax
+        >>> show_shape = lambda key, shape, dtype: print(shape) or jax.numpy.zeros(shape, dtype)
+        >>> flat_initializer(show_shape, 1)(jax.random.key(0), (32, 4, 8), "float32").shape
+        (32, 32)
+        (32, 4, 8)
+    """
+
+    def initial(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:  # noqa: ANN401
+        flat = (math.prod(shape[:contracted]), math.prod(shape[contracted:]))
+        return init(key, flat, dtype).reshape(shape)
+
+    return initial
+
+
+def _as_rows(name: str, x: Array, leading: tuple[int, ...]) -> Array:
+    """An array (batch..., T) with one batch axis."""
+    check_ids(name, x, leading, "(batch..., length)")
+    return x if x.ndim == 2 else x.reshape(-1, leading[-1])

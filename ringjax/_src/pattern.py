@@ -1,0 +1,282 @@
+"""Dilation patterns: which positions each branch selects, and for which heads.
+
+Legend: ``w`` segment length, ``r`` dilation rate, ``K`` key/value heads, ``o(h)`` the offset of head ``h``.
+A branch ``(w, r)`` selects position ``p`` for head ``h`` iff ``(p mod w) mod r == o(h)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+from typing import Literal, NamedTuple, TypeVar, get_args
+
+import numpy as np
+from jax import Array
+
+from ringjax._src.validation import MOST_HEADS, check_choice, check_int, check_ints
+
+Offsets = Literal["mod", "block", "none"]
+Heads = Literal["all", "grouped"]
+Mixing = Literal["exact", "detached"]
+
+
+class Coverage(NamedTuple):
+    """What a pattern covers, as computed by `DilationPattern.coverage`.
+
+    Attributes:
+        share: Share of (position, head) pairs that at least one branch selects, 0 to 1.
+        reach: Longest distance between a query and a key that it sees.
+        notes: Sentences on what the pattern leaves out for this number of heads.
+    """
+
+    share: float
+    reach: int
+    notes: tuple[str, ...]
+
+
+class Branch(NamedTuple):
+    """One branch over a sequence: its segments, its rate and the heads that run it."""
+
+    segment_length: int
+    rate: int
+    first_head: int
+    num_heads: int
+    offsets: tuple[int, ...]  # one per head of this branch
+
+    def rows(self, length: int) -> list[int]:
+        """Number of positions selected in a segment of `length` positions, per head."""
+        return [max(0, -(-(length - o) // self.rate)) for o in self.offsets]
+
+
+Ints = TypeVar("Ints", np.ndarray, Array)
+
+
+def selected_before(position: Ints, segment_length: int, rate: int, offset: Ints, count: Ints) -> Ints:
+    """How many positions before this one a head selects that has this offset and `count` rows in a whole segment."""
+    inside = (position % segment_length - offset + rate - 1) // rate
+    return position // segment_length * count + inside.clip(0, count)
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class DilationPattern:
+    """The branches of a dilated attention, each a segment length with a dilation rate.
+
+    Args:
+        segment_lengths: Segment length ``w`` of each branch; any order, each at least 1.
+        dilation_rates: Dilation rate ``r`` of each branch, as many as segment lengths.
+        offsets: How head ``h`` of ``K`` key/value heads picks its residue: ``"mod"`` is ``h mod r``
+            (the LongNet paper), ``"block"`` is ``h // ceil(K / r)`` (torchscale weights), ``"none"`` is 0.
+        heads: ``"all"``: every head runs every branch, mixed by their softmax denominators.
+            ``"grouped"``: the heads are dealt out to the branches, one branch per head, and the result
+            is divided by the number of branches.
+        mixing: Gradient of the mixing weights: ``"exact"``, or ``"detached"`` (held constant, as torchscale does).
+
+    Raises:
+        ValueError: If an argument breaks one of these rules.
+
+    Example:
+        >>> import ringjax as rj
+        >>> rj.DilationPattern(segment_lengths=(2048, 8192), dilation_rates=(1, 4))
+        DilationPattern(2048/1, 8192/4)
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    _: dataclasses.KW_ONLY
+    offsets: Offsets = "mod"
+    heads: Heads = "all"
+    mixing: Mixing = "exact"
+
+    def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates"):
+            object.__setattr__(self, name, check_ints(name, getattr(self, name)))
+        if len(self.segment_lengths) != len(self.dilation_rates):
+            raise ValueError(
+                "`segment_lengths` and `dilation_rates` must have the same length, got "
+                f"{len(self.segment_lengths)} and {len(self.dilation_rates)}."
+            )
+        for name, words in (("offsets", Offsets), ("heads", Heads), ("mixing", Mixing)):
+            check_choice(name, getattr(self, name), get_args(words))
+        if self.heads == "grouped":
+            if self.offsets != "mod":
+                raise ValueError(f'`offsets` must be "mod" with `heads="grouped"`, got {self.offsets!r}.')
+            if self.mixing != "exact":
+                raise ValueError(f'`mixing` must be "exact" with `heads="grouped"`, got {self.mixing!r}.')
+
+    @classmethod
+    def geometric(
+        cls,
+        first: int,
+        last: int,
+        ratio: int,
+        *,
+        offsets: Offsets = "mod",
+        heads: Heads = "all",
+        mixing: Mixing = "exact",
+    ) -> DilationPattern:
+        """Segments ``first, first * ratio, … last`` with rates ``1, ratio, ratio², …``.
+
+        Every branch then selects the same number of rows per segment: work per token is constant.
+
+        Example:
+            >>> DilationPattern.geometric(2048, 32768, 4)
+            DilationPattern(2048/1, 8192/4, 32768/16)
+        """
+        first, last = check_int("first", first), check_int("last", last)
+        ratio = check_int("ratio", ratio, least=2)
+        lengths = [first]
+        while lengths[-1] < last:
+            lengths.append(lengths[-1] * ratio)
+        if lengths[-1] != last:
+            raise ValueError(
+                f"`last` must be `first` times a power of `ratio`, got first={first}, last={last}, ratio={ratio}."
+            )
+        rates = tuple(ratio**i for i in range(len(lengths)))
+        return cls(tuple(lengths), rates, offsets=offsets, heads=heads, mixing=mixing)
+
+    @classmethod
+    def longnet(cls, *, offsets: Offsets = "mod", heads: Heads = "all", mixing: Mixing = "exact") -> DilationPattern:
+        """The pattern of the LongNet paper: segments 2048 to 32768, rates 1, 2, 4, 6, 12.
+
+        Example:
+            >>> DilationPattern.longnet()
+            DilationPattern(2048/1, 4096/2, 8192/4, 16384/6, 32768/12)
+        """
+        lengths, rates = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
+        return cls(lengths, rates, offsets=offsets, heads=heads, mixing=mixing)
+
+    @classmethod
+    def for_length(
+        cls,
+        max_len: int,
+        *,
+        first: int = 1024,
+        branches: int = 5,
+        offsets: Offsets = "mod",
+        heads: Heads = "all",
+        mixing: Mixing = "exact",
+    ) -> DilationPattern:
+        """Log-spaced segments from `first` to the power of two at or below `max_len`, with rates 1, 2, 4, ….
+
+        This is how Prov-GigaPath derives the segments of its slide encoder. A `max_len` with no power of two beyond
+        `first` gives one dense branch of that length.
+
+        Example:
+            >>> DilationPattern.for_length(1_048_576)
+            DilationPattern(1024/1, 5792/2, 32768/4, 185363/8, 1048576/16)
+        """
+        max_len, first = check_int("max_len", max_len), check_int("first", first)
+        branches = check_int("branches", branches, least=2, most=53)  # rates double with each
+        last = 1 << (max_len.bit_length() - 1)
+        if last <= first:
+            return cls((max_len,), (1,), offsets=offsets, heads=heads, mixing=mixing)
+        steps = branches - 1
+        between = (_root(first ** (steps - i) * last**i, steps) for i in range(1, steps))
+        rates = tuple(2**i for i in range(branches))
+        return cls((first, *between, last), rates, offsets=offsets, heads=heads, mixing=mixing)
+
+    def branches(self, num_kv_heads: int, seq_len: int | None = None) -> tuple[Branch, ...]:
+        """The branches for a number of key/value heads, with segments clamped to `seq_len`.
+
+        Example:
+            >>> DilationPattern((4, 8), (1, 2)).branches(num_kv_heads=3)[1].offsets
+            (0, 1, 0)
+        """
+        num_kv_heads = check_int("num_kv_heads", num_kv_heads, most=MOST_HEADS)
+        seq_len = None if seq_len is None else check_int("seq_len", seq_len)
+        share, extra = divmod(num_kv_heads, len(self.segment_lengths))
+        result = []
+        for i, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
+            length = w if seq_len is None else min(w, seq_len)
+            if self.heads == "grouped":
+                first, count = i * share + min(i, extra), share + (i < extra)
+                result.append(Branch(length, r, first, count, (i % r,) * count))
+            else:
+                offsets = tuple(_offset(self.offsets, h, r, num_kv_heads) for h in range(num_kv_heads))
+                result.append(Branch(length, r, 0, num_kv_heads, offsets))
+        return tuple(result)
+
+    def coverage(self, num_heads: int, seq_len: int | None = None) -> Coverage:
+        """What share of (position, head) pairs is selected, and how far a query can see.
+
+        Args:
+            num_heads: Number of key/value heads (the offsets are theirs).
+            seq_len: Length to count over; the longest segment by default.
+
+        Warns:
+            UserWarning: For each branch whose rate exceeds the residues that its heads use.
+
+        Example:
+            >>> DilationPattern((8, 16), (2, 4)).coverage(num_heads=4)
+            Coverage(share=0.5, reach=12, notes=())
+        """
+        num_heads = check_int("num_heads", num_heads, most=MOST_HEADS)
+        length = max(self.segment_lengths) if seq_len is None else check_int("seq_len", seq_len)
+        branches = self.branches(num_heads, length)
+        share = _covered_pairs(branches, num_heads, length) / (num_heads * length)
+        reach = max(((rows - 1) * b.rate for b in branches for rows in b.rows(b.segment_length) if rows), default=0)
+        notes = []
+        for b in branches:
+            used = len(set(b.offsets))
+            if b.num_heads and used < b.rate:
+                heads = "1 head uses" if b.num_heads == 1 else f"{b.num_heads} heads use"
+                notes.append(f"Branch {b.segment_length}/{b.rate}: its {heads} {used} of {b.rate} residues.")
+                warnings.warn(notes[-1], stacklevel=2)
+        return Coverage(share, reach, tuple(notes))
+
+    def __repr__(self) -> str:
+        parts = [f"{w}/{r}" for w, r in zip(self.segment_lengths, self.dilation_rates, strict=True)]
+        for field in dataclasses.fields(self)[2:]:
+            if getattr(self, field.name) != field.default:
+                parts.append(f"{field.name}={getattr(self, field.name)!r}")
+        return f"DilationPattern({', '.join(parts)})"
+
+
+def _root(number: int, degree: int) -> int:
+    """The root, rounded down; exact, as powers of floats differ from machine to machine.
+
+    Example:
+        >>> _root(9 * 64, 2), _root(9 * 64 - 1, 2)
+        (24, 23)
+    """
+    root = round(2 ** (math.log2(number) / degree))
+    while root**degree > number:
+        root -= 1
+    while (root + 1) ** degree <= number:
+        root += 1
+    return root
+
+
+def _offset(rule: Offsets, head: int, rate: int, num_heads: int) -> int:
+    if rule == "mod":
+        return head % rate
+    return head // -(-num_heads // rate) if rule == "block" else 0
+
+
+def _covered_pairs(branches: tuple[Branch, ...], num_heads: int, length: int) -> int:
+    """Counts selected (position, head) pairs, a bounded window of positions at a time."""
+    residues: dict[tuple[tuple[int, int, int], ...], int] = {}  # the (w, r, o) of a head -> heads alike
+    for head in range(num_heads):
+        runs = [b for b in branches if b.first_head <= head < b.first_head + b.num_heads]
+        key = tuple((b.segment_length, b.rate, b.offsets[head - b.first_head]) for b in runs)
+        residues[key] = residues.get(key, 0) + 1
+    return sum(heads * _covered(selections, length) for selections, heads in residues.items())
+
+
+def _covered(selections: tuple[tuple[int, int, int], ...], length: int) -> int:
+    """Counts the positions that any of these (w, r, o) selects; what they select repeats after all their segments."""
+    if any(r == 1 for _, r, _ in selections):
+        return length
+    period = math.lcm(*(w for w, _, _ in selections))
+    if period < length:
+        whole, rest = divmod(length, period)
+        return whole * _covered(selections, period) + (_covered(selections, rest) if rest else 0)
+    total = 0
+    for start in range(0, length, 1 << 20):
+        p = np.arange(start, min(start + (1 << 20), length))
+        seen = np.zeros(p.shape, bool)
+        for w, r, o in selections:
+            seen |= (p % w) % r == o
+        total += int(seen.sum())
+    return total

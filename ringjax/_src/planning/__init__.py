@@ -1,0 +1,1 @@
+"""Planning: where each branch runs, what it sends, computes and stores."""

@@ -1,0 +1,132 @@
+"""Plans as tables that a person can read."""
+
+from __future__ import annotations
+
+import io
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ringjax._src.planning.costs import Message
+    from ringjax._src.planning.plan import BranchPlan, Plan
+
+_WIDTH = 120
+
+
+def plan_table(plan: Plan, *, has_caption: bool = True) -> str:
+    """The plan as text, at most 120 columns wide; the caption says what the numbers leave out."""
+    request = plan.request
+    caption = _caption(plan) if has_caption else None
+    table = Table(title=_title(plan), title_justify="left", title_style="", caption=caption)
+    table.caption_justify, table.caption_style = "left", ""
+    for name in (
+        "branch",
+        "where",
+        "devices",
+        "hops",
+        "rows/hop",
+        "sent fwd",
+        "sent bwd",
+        "bwd moves",
+        "flops",
+        "balance",
+    ):
+        table.add_column(name, justify="left" if name in ("branch", "where", "bwd moves") else "right")
+    for branch in plan.branches:
+        table.add_row(*_row(branch))
+    if len(plan.branches) > 1:
+        sent = [sum(b.sent(m) for b, m in zip(plan.branches, messages, strict=True)) for messages in _messages(plan)]
+        total = max(plan.flops)
+        table.add_section()
+        table.add_row(
+            "all",
+            "",
+            str(request.ring_size),
+            "",
+            "",
+            *map(bytes_text, sent),
+            "",
+            count_text(total),
+            f"{plan.balance:.2f}",
+        )
+    out = io.StringIO()
+    Console(file=out, width=_WIDTH, color_system=None, force_jupyter=False).print(table)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def _messages(plan: Plan) -> tuple[list[tuple[Message, ...]], list[tuple[Message, ...]]]:
+    return [b.forward for b in plan.branches], [b.backward for b in plan.branches]
+
+
+def _title(plan: Plan) -> str:
+    r = plan.request
+    heads = f"{r.kv_heads * r.group} heads" + (f" ({r.kv_heads} key/value)" if r.group > 1 else "")
+    causal = "causal" if r.is_causal else "not causal"
+    padded = "" if r.stored_length == r.seq_len else f" (stored as {r.stored_length:,})"
+    return (
+        f"{r.seq_len:,} tokens{padded}, batch {r.batch}, {heads} of {r.head_dim}, {r.dtype}, {causal}, "
+        f"{r.layout} over {r.ring_size} device{'s' if r.ring_size > 1 else ''}"
+    )
+
+
+def _caption(plan: Plan) -> str:
+    lines = [
+        f"Memory per device, estimated: {bytes_text(plan.forward_memory)} forward, "
+        f"{bytes_text(plan.gradient_memory)} with gradient. Flops: forward, busiest device.",
+    ]
+    for branch in plan.branches:
+        used = len(set(branch.selection.offsets))
+        if branch.selection.num_heads and used < branch.rate:
+            lines.append(f"{branch.segment_length}/{branch.rate}: the heads use {used} of {branch.rate} residues.")
+        if branch.advice:
+            name = f"{branch.segment_length}/{branch.rate}"
+            lines.append(f"{name} is computed by position, which is slower; for the fast path {branch.advice}.")
+    reasons = {reason: target for b in plan.branches for target, reason in b.kernels.items() if reason != "pallas"}
+    for reason, target in reasons.items():
+        names = [f"{b.segment_length}/{b.rate}" for b in plan.branches if b.kernels[target] == reason]
+        lines.append(f"On {target}, plain XLA computes {', '.join(names)}: {reason}.")
+    if any(branch.advice for branch in plan.branches) and plan.aligned_length:
+        length = plan.aligned_length
+        lines.append(
+            f"All branches take the fast path in {length:,} stored positions: to_layout(..., length={length})."
+        )
+    if plan.request.is_causal and plan.balance > 1.05 and plan.request.layout == "contiguous":
+        lines.append('The busiest device does more than its share: layout="zigzag" evens out causal work.')
+    return "\n".join(lines)
+
+
+def _row(branch: BranchPlan) -> tuple[str, ...]:
+    moves = "" if branch.where == "local" else branch.moves
+    pieces = f" x {branch.pieces}" if branch.pieces > 1 else ""
+    return (
+        f"{branch.segment_length}/{branch.rate}",
+        branch.where + ("" if branch.is_aligned else " (by position)"),
+        str(branch.group),
+        f"{branch.hops}{pieces}" if branch.where != "local" else "",
+        "" if branch.where == "local" else f"{branch.rows // branch.pieces:,}",
+        bytes_text(branch.sent(branch.forward)),
+        bytes_text(branch.sent(branch.backward)),
+        moves,
+        count_text(max(branch.flops)),
+        f"{branch.balance:.2f}",
+    )
+
+
+def bytes_text(number: float) -> str:
+    """A number of bytes, in powers of 1024."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1024
+    return f"{number:.1f} TiB"
+
+
+def count_text(number: float) -> str:
+    """A large number, in powers of 1000."""
+    for unit in ("", "K", "M", "G", "T"):
+        if number < 1000:
+            return f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}P"

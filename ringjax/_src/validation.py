@@ -1,0 +1,378 @@
+"""Argument checks: what a caller may pass, and the messages for everything else.
+
+Every check raises a `ValueError` of one line that names the argument, the rule and the value given. Checks look at
+types, shapes, dtypes and at values that are known before the program runs; nothing is traced or compiled. What only a
+running program can know is reported by `debug.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.typing import DTypeLike
+
+from ringjax._src.online_softmax import accumulator
+
+if TYPE_CHECKING:
+    from ringjax._src.pattern import DilationPattern
+
+MOST_POSITIONS = 2**31 - 1  # programs count positions in int32
+MOST_COUNTED = 2**53  # what is only counted, not computed: exact in float64 and in JSON
+MOST_HEADS = 2**16  # tables have an entry per head
+MOST_DEVICES = 2**20  # tables have an entry per chunk
+MOST_BYTES = 2**47  # of one array: the address space of a process; XLA aborts on sizes that overflow 64 bits
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+_KEY_SHAPES = {"threefry2x32": (2,), "rbg": (4,), "unsafe_rbg": (4,)}  # of keys that `jax.random.PRNGKey` makes
+
+Kind = TypeVar("Kind")
+Choice = TypeVar("Choice", bound=str)
+
+
+def shown(value: object) -> str:
+    """Returns a value as a message shows it: in one line of bounded length.
+
+    Example:
+        >>> shown("x"), shown(10**5000)
+        ("'x'", 'an integer of 16610 bits')
+    """
+    if isinstance(value, int) and value.bit_length() > 14_000:  # of more digits Python makes no string
+        return f"an integer of {value.bit_length()} bits"
+    text = " ".join(repr(value).split())
+    return text if len(text) <= 200 else f"{text[:200]}..."
+
+
+def check_int(name: str, value: object, least: int = 1, most: int = MOST_COUNTED) -> int:
+    """Checks an integer between `least` and `most`, and returns it as a Python int.
+
+    Example:
+        >>> check_int("seq_len", 0)
+        Traceback (most recent call last):
+        ValueError: `seq_len` must be at least 1, got 0.
+    """
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool):
+        raise ValueError(f"`{name}` must be an integer, got {shown(value)}.")
+    if number < least:
+        raise ValueError(f"`{name}` must be at least {least}, got {shown(number)}.")
+    if number > most:
+        raise ValueError(f"`{name}` must be at most {most}, got {shown(number)}.")
+    return number
+
+
+def check_ints(name: str, values: object) -> tuple[int, ...]:
+    """Checks a list of integers of at least 1; its order matters, so sets and mappings are refused."""
+    if not isinstance(values, Iterable) or isinstance(values, str | bytes | set | frozenset | Mapping):
+        raise ValueError(f"`{name}` must be a list of integers, got {shown(values)}.")
+    result = tuple(check_int(f"{name}[{i}]", value) for i, value in enumerate(values))
+    if not result:
+        raise ValueError(f"`{name}` must not be empty, got {result!r}.")
+    return result
+
+
+def check_bool(name: str, value: object) -> bool:
+    """Checks a bool: other values that are true or false in Python are more likely mistakes."""
+    if not isinstance(value, bool):
+        raise ValueError(f"`{name}` must be a bool, got {shown(value)}.")
+    return value
+
+
+def check_float(name: str, value: object, rule: str, allowed: Callable[[float], bool]) -> float:
+    """Checks a number that is known before the program runs; `rule` says in words which ones are `allowed`.
+
+    Example:
+        >>> check_float("base", float("nan"), "a finite number above 0", lambda x: 0 < x < math.inf)
+        Traceback (most recent call last):
+        ValueError: `base` must be a finite number above 0, got nan.
+    """
+    is_bool = isinstance(value, bool)
+    if isinstance(value, numbers.Real) and not is_bool:
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if allowed(number):
+            return number
+    raise ValueError(f"`{name}` must be {rule}, got {shown(value)}.")
+
+
+def check_positive(name: str, value: object, least: float = 0) -> float:
+    """Checks a finite number above 0, and of at least `least`."""
+    rule = f"a finite number of at least {least}" if least else "a finite number above 0"
+    return check_float(name, value, rule, lambda x: least <= x < math.inf and x > 0)
+
+
+def check_rate(rate: object, name: str = "dropout_rate") -> float:
+    """Checks a dropout rate."""
+    rule = "a number from 0 to below 1, known before the program runs"
+    return check_float(name, rate, rule, lambda x: 0 <= x < 1)
+
+
+def check_scale(scale: object, dtype: DTypeLike = np.float32) -> float:
+    """Checks a factor on the scores of arrays of this dtype."""
+    largest = float(jnp.finfo(accumulator(jnp.dtype(dtype))).max)
+    rule = f"a finite number of at most {largest:.1e}, known before the program runs"
+    return check_float("scale", scale, rule, lambda x: abs(x) <= largest)
+
+
+def check_choice(name: str, value: object, choices: tuple[Choice, ...]) -> Choice:
+    """Checks that a string is one of the choices."""
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"`{name}` must be one of {choices}, got {shown(value)}.")
+    return value
+
+
+def check_optional_choice(name: str, value: object, choices: tuple[Choice, ...]) -> Choice | None:
+    """Checks that a string is one of the choices, or None."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or value not in choices:
+        raise ValueError(f"`{name}` must be None or one of {choices}, got {shown(value)}.")
+    return value
+
+
+def check_instance(name: str, value: object, kind: type[Kind] | tuple[type[Kind], ...]) -> Kind:
+    """Checks the type of an argument."""
+    if not isinstance(value, kind):
+        kinds = " or ".join(x.__name__ for x in (kind if isinstance(kind, tuple) else (kind,)))
+        raise ValueError(f"`{name}` must be a {kinds}, got {type(value).__name__}.")
+    return value
+
+
+def check_callable(name: str, value: object) -> None:
+    """Checks that an argument can be called."""
+    if not callable(value):
+        raise ValueError(f"`{name}` must be callable, got {shown(value)}.")
+
+
+def check_dtype(name: str, dtype: object) -> np.dtype:
+    """Checks a floating-point dtype, given as whatever `jax.numpy.dtype` takes.
+
+    Example:
+        >>> check_dtype("dtype", "int32")
+        Traceback (most recent call last):
+        ValueError: `dtype` must be floating point (float16, bfloat16, float32, float64), got 'int32'.
+    """
+    try:
+        found = None if dtype is None else jnp.dtype(cast(Any, dtype))
+    except (TypeError, ValueError):
+        found = None
+    if found is None or found.name not in FLOATS:
+        given = dtype.__name__ if isinstance(dtype, type) else shown(dtype)
+        raise ValueError(f"`{name}` must be floating point ({', '.join(FLOATS)}), got {given}.")
+    return found
+
+
+def check_size(names: str, shape: tuple[int, ...], itemsize: int = 4) -> None:
+    """Checks that an array whose shape these arguments give can be allocated at all."""
+    if math.prod(shape) * itemsize > MOST_BYTES:
+        raise ValueError(f"{names} must give arrays of at most {MOST_BYTES} bytes, got one of shape {shape}.")
+
+
+def check_array(
+    name: str, x: object, kind: Literal["floating point", "integer", "number"], axes: tuple[str, ...] = ()
+) -> None:
+    """Checks that this is an array, of a kind of dtype, with these axes (any if empty) and not empty.
+
+    64-bit integers that JAX would cut to 32 bits are refused, see `check_fits`.
+    """
+    what = "an integer array" if kind == "integer" else "an array"
+    if not isinstance(x, np.ndarray | np.generic | jax.Array) and not hasattr(x, "__jax_array__"):
+        raise ValueError(f"`{name}` must be {what}, got {type(x).__name__}.")
+    array = cast(Array, x)
+    if axes and len(array.shape) != len(axes):
+        raise ValueError(f"`{name}` must have rank {len(axes)} ({', '.join(axes)}), got shape {array.shape}.")
+    if kind == "integer" and not jnp.issubdtype(array.dtype, jnp.integer):
+        raise ValueError(f"`{name}` must be an integer array, got {array.dtype}.")
+    if kind == "floating point" and getattr(array.dtype, "name", "") not in FLOATS:
+        raise ValueError(f"`{name}` must be floating point, got {array.dtype}.")
+    if kind == "number" and not any(jnp.issubdtype(array.dtype, x) for x in (jnp.integer, jnp.floating, jnp.bool_)):
+        raise ValueError(f"`{name}` must be real numbers or bools, got {array.dtype}.")
+    if 0 in array.shape:
+        raise ValueError(f"`{name}` must not be empty, got shape {array.shape}.")
+    check_fits(name, array)
+
+
+def check_fits(name: str, x: object) -> None:
+    """Refuses 64-bit integers whose upper half JAX would cut off: documents would become one, or padding."""
+    if not isinstance(x, np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.integer) or x.size == 0:
+        return
+    narrow = jax.dtypes.canonicalize_dtype(x.dtype)
+    limits = np.iinfo(narrow)
+    if x.min() < limits.min or x.max() > limits.max:
+        raise ValueError(
+            f"`{name}` must fit {narrow} unless `jax_enable_x64` is set, got {x.dtype} from {x.min()} to {x.max()}."
+        )
+
+
+def check_ids(name: str, ids: object, shape: tuple[int, ...], axes: str = "(batch, length)") -> None:
+    """Checks integers of this shape, one for each position."""
+    given = getattr(ids, "shape", None)
+    if given is not None and jnp.issubdtype(cast(Array, ids).dtype, jnp.integer) and given != shape:
+        raise ValueError(f"`{name}` must have shape {axes} = {shape}, got {given}.")
+    check_array(name, ids, "integer")
+
+
+def check_row_positions(positions: object, batch: int, length: int) -> None:
+    """Checks the positions of rows, the same for all batch entries or not."""
+    check_array("positions", positions, "integer")
+    shape = cast(Array, positions).shape
+    if shape not in ((length,), (batch, length)):
+        raise ValueError(f"`positions` must have shape (length,) or (batch, length) = {(batch, length)}, got {shape}.")
+
+
+def known(x: object) -> np.ndarray | None:
+    """Returns the values of an array where this process knows them before the program runs, else None."""
+    if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return None
+    return np.asarray(x)
+
+
+def check_integers(name: str, values: object, axes: str, shape: tuple[int, ...] | None = None) -> np.ndarray | Array:
+    """Checks integers of this shape, or of as many `axes`; lists are taken too."""
+    try:
+        given = values if isinstance(values, jax.Array) else np.asarray(values)
+    except ValueError:  # lists of different lengths
+        given = None
+    has_shape = given is not None and (given.shape == shape if shape else given.ndim == axes.count(",") + 1)
+    if given is None or not has_shape or not jnp.issubdtype(given.dtype, jnp.integer):
+        found = "" if given is None else f"{given.dtype} of {given.shape}"
+        found += "" if isinstance(values, np.ndarray | jax.Array) else f" {shown(values)}"
+        raise ValueError(f"`{name}` must be integers of shape {shape or axes}, got {found.strip()}.")
+    check_array(name, given, "integer")
+    return given
+
+
+def check_counts(name: str, values: object, batch: int, most: int, least: int = 0) -> np.ndarray | Array:
+    """Checks one count per batch entry, from `least` to `most` where the values are known; lists are taken too."""
+    given = check_integers(name, values, "(batch,)", (batch,))
+    found = known(given)
+    if found is not None and (found.min() < least or found.max() > most):
+        raise ValueError(f"`{name}` must be between {least} and {most}, got {shown(found.tolist())}.")
+    return given
+
+
+def check_tokens(name: str, tokens: object) -> None:
+    """Checks tokens: integers (batch, length)."""
+    check_array(name, tokens, "integer", ("batch", "length"))
+
+
+def check_key(name: str, rng: object, rule: str = "a key of `jax.random`") -> None:
+    """Checks a single key of `jax.random`, of the new kind or of the old one."""
+    dtype, shape = getattr(rng, "dtype", None), getattr(rng, "shape", None)
+    is_key = False
+    if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        is_key = shape == ()
+    elif isinstance(rng, np.ndarray | jax.Array):
+        is_key = dtype == jnp.uint32 and shape == _KEY_SHAPES.get(str(jax.config.jax_default_prng_impl), shape)
+    if not is_key:
+        given = shown(rng) if shape is None else f"{dtype} of shape {shape}"
+        raise ValueError(f"`{name}` must be {rule}, got {given}.")
+
+
+def check_dropout(rate: object, rng: object) -> float:
+    """Checks the arguments of dropout, and returns the rate."""
+    number = check_rate(rate)
+    if rng is not None or number > 0:
+        rule = "a key of `jax.random` with `dropout_rate` above 0, else one or None"
+        check_key("dropout_rng", rng, rule)
+    return number
+
+
+def check_heads(num_heads: object, num_kv_heads: object) -> tuple[int, int]:
+    """Checks the numbers of query heads and of key/value heads, as many as query heads by default."""
+    heads = check_int("num_heads", num_heads, most=MOST_HEADS)
+    kv_heads = heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads, most=MOST_HEADS)
+    if heads % kv_heads:
+        raise ValueError(f"`num_heads` must be a multiple of `num_kv_heads`, got {heads} and {kv_heads}.")
+    return heads, kv_heads
+
+
+class AttentionShape(NamedTuple):
+    """The sizes of one attention call."""
+
+    batch: int
+    stored_length: int  # of the arrays
+    length: int  # of the sequence: positions from here on are padding
+    kv_heads: int
+    group: int  # query heads per key/value head
+    dim: int
+    scale: float
+
+
+def check_inputs(
+    query: Array,
+    key: Array,
+    value: Array,
+    pattern: DilationPattern,
+    is_causal: bool,
+    segment_ids: Array | None,
+    seq_len: int | None,
+    scale: float | None,
+    shards: int = 1,
+) -> AttentionShape:
+    """Checks the arguments of an attention call and returns its sizes.
+
+    `shards` is the number of devices that each hold such arrays, one after the other in the sequence.
+    """
+    check_pattern(pattern)
+    check_bool("is_causal", is_causal)
+    _check_query_key_value(query, key, value)
+    batch, length, heads, dim = query.shape
+    if segment_ids is not None:
+        check_ids("segment_ids", segment_ids, (batch, length))
+    length *= shards
+    if length + max(pattern.dilation_rates) > MOST_POSITIONS + 1:
+        raise ValueError(
+            f"`query` length and the largest of `dilation_rates` must together be at most {MOST_POSITIONS + 1}, got "
+            f"{length} and {max(pattern.dilation_rates)}."
+        )
+    true_length = length if seq_len is None else check_int("seq_len", seq_len)
+    if true_length > length:
+        raise ValueError(f"`seq_len` must be between 1 and the stored length {length}, got {seq_len}.")
+    factor = 1 / math.sqrt(dim) if scale is None else check_scale(scale, query.dtype)
+    kv_heads = key.shape[2]
+    return AttentionShape(batch, length, true_length, kv_heads, heads // kv_heads, dim, factor)
+
+
+def check_positions(batch: int, length: int) -> None:
+    """Checks that one device can count the rows of its batch in int32."""
+    if batch * length > MOST_POSITIONS:
+        raise ValueError(
+            f"`query` must have at most {MOST_POSITIONS} positions (batch times length) on a device, got {batch} times "
+            f"{length}."
+        )
+
+
+def check_pattern(pattern: object) -> None:
+    """Checks that this is a pattern."""
+    from ringjax._src.pattern import DilationPattern  # noqa: PLC0415 - patterns are checked by this module
+
+    check_instance("pattern", pattern, DilationPattern)
+
+
+def _check_query_key_value(query: Array, key: Array, value: Array) -> None:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_array(name, x, "floating point", ("batch", "length", "heads", "dim"))
+        if x.dtype != query.dtype:
+            raise ValueError(f"`{name}` must have the dtype of `query`, got {x.dtype} and {query.dtype}.")
+    if key.shape != value.shape:
+        raise ValueError(f"`value` must have the shape of `key`, got {value.shape} and {key.shape}.")
+    for axis, name in ((0, "batch"), (1, "length"), (3, "dim")):
+        if key.shape[axis] != query.shape[axis]:
+            raise ValueError(
+                f"`key` must have the {name} of `query` (self-attention), got {key.shape} and {query.shape}."
+            )
+    heads, kv_heads = query.shape[2], key.shape[2]
+    if heads % kv_heads:
+        raise ValueError(f"`query` heads must be a multiple of `key` heads, got {heads} and {kv_heads}.")

@@ -1,1 +1,0 @@
-"""A block of queries against a block of keys, per backend."""

@@ -1,0 +1,293 @@
+"""`ringjax rehearse`: the real program for devices that are not there, made by their compiler, beside the plan."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import jax
+from rich.table import Table
+
+from ringjax._src.aot.collectives import executed
+from ringjax._src.aot.compile import ENVIRONMENT, rehearse
+from ringjax._src.aot.schedule import schedule
+from ringjax._src.aot.targets import CpuTarget, CudaTarget, Target, TpuTarget, target_named
+from ringjax._src.planning.plan import Plan
+from ringjax._src.planning.table import bytes_text
+from ringjax.cli.arguments import MOST_CPU_DEVICES, MOST_DEVICES, Job, add_job_arguments, job_of
+from ringjax.cli.errors import in_options
+from ringjax.cli.output import emit, seconds_text, table_text
+
+EXAMPLES = """examples:
+  ringjax rehearse --target cuda:h100:1x1x8 --seq-len 1M --pattern 2K/1,32K/8,T/64 --causal
+  ringjax rehearse --target tpu:v5e:4x4 --seq-len 1M --pattern 2K/1,32K/8,T/64 --causal --pass forward
+  ringjax rehearse --target tpu:v5p:16x16x16 --seq-len 1G --pattern 2K/1,128K/16,8M/128,T/1024 --causal
+targets: tpu:v5e|v5p|v6e:GRID, cuda:a100|h100|b200:1xMACHINESxGPUS, cpu:DEVICES; no device is needed, only its compiler:
+  pip install '.[rehearse-tpu]' or '.[rehearse-cuda]' in a clone of ringjax, each in an environment of its own
+"""
+_TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}  # whatever the locale
+_PACKAGES = {"cpu": ("jaxlib",), "tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
+
+
+@dataclasses.dataclass(frozen=True)
+class Rehearsed:
+    """What a compiler made of an attention; None where it made nothing.
+
+    Attributes:
+        target: The devices.
+        part: ``"forward"``, or ``"gradient"`` for forward and backward pass.
+        devices: How many there are, all in one ring.
+        limit_bytes: Memory of one.
+        planned_bytes: What the plan says that a device holds.
+        planned_permutes: How often, by the plan, a device sends something.
+        planned_sent_bytes: Bytes that it sends so.
+        error: Why there is no program, or "".
+        seconds: That compiling took.
+        argument_bytes: Of a device.
+        output_bytes: Of a device.
+        temporary_bytes: Of a device; on TPU as the compiler allocates them.
+        permutes: How often a device sends something, loops counted.
+        sent_bytes: Bytes that it sends so.
+        other_collectives: How often it executes other collectives.
+        messages: Instructions that send something.
+        messages_async: Those of them that leave the device free to work.
+        messages_overlapped: Those of them beside which a kernel or matrix multiplies are scheduled.
+        kernels: Names of the kernels.
+    """
+
+    target: str
+    part: str
+    devices: int
+    limit_bytes: int
+    planned_bytes: int
+    planned_permutes: int
+    planned_sent_bytes: int
+    error: str = ""
+    seconds: float | None = None
+    argument_bytes: int | None = None
+    output_bytes: int | None = None
+    temporary_bytes: int | None = None
+    permutes: int | None = None
+    sent_bytes: int | None = None
+    other_collectives: int | None = None
+    messages: int | None = None
+    messages_async: int | None = None
+    messages_overlapped: int | None = None
+    kernels: tuple[str, ...] = ()
+
+    @property
+    def device_bytes(self) -> int | None:
+        """What a device holds: arguments, results and all between."""
+        sizes = (self.argument_bytes, self.output_bytes, self.temporary_bytes)
+        return None if None in sizes else sum(size or 0 for size in sizes)
+
+    @property
+    def fits(self) -> bool:
+        """Whether there is a program, and it fits into the memory of a device."""
+        return self.device_bytes is not None and self.device_bytes <= self.limit_bytes
+
+    @property
+    def overlapped(self) -> float | None:
+        """Share of the messages beside which work is scheduled; 1 where nothing is sent."""
+        if self.messages is None or self.messages_overlapped is None:
+            return None
+        return self.messages_overlapped / self.messages if self.messages else 1.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain data, fit for JSON."""
+        made = {name: getattr(self, name) for name in ("device_bytes", "fits", "overlapped")}
+        return {**dataclasses.asdict(self), "kernels": list(self.kernels), **made}
+
+    def __str__(self) -> str:
+        if self.error:
+            return f"{self.target}, {self.part}: no program: {self.error}"
+        table = Table(title=f"{self.target}, {self.part}: compiled in {seconds_text(self.seconds or 0)}")
+        table.title_justify, table.title_style = "left", ""
+        for name in ("of one device", "plan", "compiled", "plan / compiled"):
+            table.add_column(name, justify="left" if name == "of one device" else "right")
+        _add(table, "memory", self.planned_bytes, self.device_bytes, bytes_text)
+        for name in ("argument", "output", "temporary"):
+            _add(
+                table,
+                f"  {name}s" if name != "temporary" else "  temporaries",
+                None,
+                getattr(self, f"{name}_bytes"),
+                bytes_text,
+            )
+        _add(table, "messages sent", self.planned_permutes, self.permutes, str)
+        _add(table, "bytes sent", self.planned_sent_bytes, self.sent_bytes, bytes_text)
+        verdict = "fits into" if self.fits else "DOES NOT FIT into"
+        lines = [
+            table_text(table),
+            f"It {verdict} the {bytes_text(self.limit_bytes)} of a device.",
+            f"Of {self.messages} instructions that send, {self.messages_async} leave the device free to work, and "
+            f"beside {self.messages_overlapped} ({self.overlapped:.0%}) work is scheduled.",
+            f"Kernels: {', '.join(self.kernels) or 'none'}.",
+        ]
+        return "\n".join(lines)
+
+
+def _add(table: Table, name: str, planned: int | None, found: int | None, shown: Any) -> None:  # noqa: ANN401
+    share = "" if planned is None or not found else "exact" if planned == found else f"{planned / found:.3f}"
+    table.add_row(name, "" if planned is None else shown(planned), "" if found is None else shown(found), share)
+
+
+def rehearsed(job: Job, target: Target, part: str) -> Rehearsed:
+    """Compiles an attention for a target, in this process, and reads what the program says.
+
+    `ringjax._src.aot.compile.ENVIRONMENT` must be set before JAX starts.
+    """
+    planned = expected(job, target, part)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            made = rehearse(target, job.workload, part == "gradient", folder if isinstance(target, TpuTarget) else None)
+        except Exception as error:
+            return dataclasses.replace(planned, error=_first_words(str(error)))
+        allocated = allocated_temporaries(pathlib.Path(folder))
+    memory, text = made.compiled.memory_analysis(), made.compiled.as_text()
+    assert memory is not None and text is not None
+    counts, read = executed(text), schedule(text)
+    permutes = {sent: n for sent, n in counts.items() if sent.op == "collective-permute"}
+    return dataclasses.replace(
+        planned,
+        seconds=made.seconds,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes if allocated is None else allocated,
+        permutes=sum(permutes.values()),
+        sent_bytes=sum(sent.bytes * n for sent, n in permutes.items()),
+        other_collectives=sum(counts.values()) - sum(permutes.values()),
+        messages=len(read.permutes),
+        messages_async=read.num_async,
+        messages_overlapped=sum(x.is_async and x.between != "nothing" for x in read.permutes),
+        kernels=tuple(sorted({kernel.name for kernel in read.kernels})),
+    )
+
+
+def allocated_temporaries(dumped: pathlib.Path) -> int | None:
+    """Bytes that the compiler for TPUs sets aside for temporaries, from the folder in which it shows what it does.
+
+    `memory_analysis` adds to them what packing loses, which they have already: it reports more than the compiler
+    asks for when a program does not fit.
+
+    Returns:
+        The bytes, or None if the folder does not tell.
+    """
+    found = [path.read_text() for path in dumped.glob("*after_optimizations-buffer-assignment.txt")]
+    sizes = [re.findall(r"^allocation \d+: size (\d+), preallocated-temp", text, re.MULTILINE) for text in found]
+    return max((sum(map(int, each)) for each in sizes), default=None)
+
+
+def rehearsed_apart(job: Job, target_name: str, part: str) -> Rehearsed:
+    """The same in a process of its own, which has the environment that compilers need and may die without harm.
+
+    Raises:
+        ValueError: If there is no such target.
+        ModuleNotFoundError: If its compiler is not installed.
+    """
+    target = target_named(target_name)
+    packages = _PACKAGES[target.platform]
+    if not any(importlib.util.find_spec(name) for name in packages):
+        raise ModuleNotFoundError(
+            f"--target {target_name} needs a compiler that is not installed: "
+            f"pip install '.[rehearse-{target.platform}]' in a clone of ringjax"
+        )
+    job = on_target(job, target)
+    planned = expected(job, target, part)
+    asked = json.dumps({"job": dataclasses.asdict(job), "target": target_name, "part": part})
+    command = [sys.executable, "-c", "from ringjax.cli.aot import work; work()"]
+    environment = os.environ | ENVIRONMENT
+    done = subprocess.run(command, input=asked, capture_output=True, env=environment, check=False, **_TEXT)
+    if done.returncode:
+        return dataclasses.replace(planned, error=_first_words(done.stderr[-2000:]))
+    found = json.loads(done.stdout.splitlines()[-1])
+    return Rehearsed(**{**found, "kernels": tuple(found["kernels"])})
+
+
+def work() -> None:
+    """What the process of `rehearsed_apart` does: reads what is asked, and prints what it finds."""
+    asked = json.loads(sys.stdin.read())
+    target = target_named(asked["target"])
+    if isinstance(target, CpuTarget):
+        jax.config.update("jax_num_cpu_devices", target.devices)
+    found = rehearsed(Job(**asked["job"]), target, asked["part"])
+    print(json.dumps(dataclasses.asdict(found)))
+
+
+def on_target(job: Job, target: Target) -> Job:
+    """The job on all devices of a target."""
+    kind = None if isinstance(target, CpuTarget) else target.name.partition(":")[0].lower()
+    return dataclasses.replace(job, ring_size=target.devices, device=kind)
+
+
+def expected(job: Job, target: Target, part: str) -> Rehearsed:
+    """What the plan says of a rehearsal."""
+    plan = job.plan()
+    memory, messages = plan.memory(job.platform), _messages(plan, part)
+    return Rehearsed(
+        target=_full_name(target),
+        part=part,
+        devices=target.devices,
+        limit_bytes=target.memory_bytes,
+        planned_bytes=memory.forward if part == "forward" else memory.gradient,
+        planned_permutes=sum(number for _, number in messages),
+        planned_sent_bytes=sum(size * number for size, number in messages),
+    )
+
+
+def _full_name(target: Target) -> str:
+    if isinstance(target, CpuTarget):
+        return target.name
+    if isinstance(target, CudaTarget):
+        return f"cuda:{target.name.lower()}:{target.topology}"
+    return f"tpu:{target.topology}"
+
+
+def _messages(plan: Plan, part: str) -> list[tuple[int, int]]:
+    """Bytes and number of the permutes of a pass."""
+    passes = ("forward",) if part == "forward" else ("forward", "backward")
+    every = [m for branch in plan.branches for name in passes for m in getattr(branch, name)]
+    return [(m.bytes, m.number) for m in every if m.op == "collective-permute"]
+
+
+def _first_words(text: str) -> str:
+    return " ".join(text.split())[:600] or "the compiler died"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `ringjax rehearse`."""
+    parser.add_argument("--target", required=True, help="such as tpu:v5p:8x8x8 or cuda:h100:1x8x8")
+    parser.add_argument("--pass", dest="part", choices=("forward", "gradient", "both"), default="gradient")
+    add_job_arguments(parser, seq_len="1M", ring=None)
+
+
+def _check_target(name: str) -> None:
+    """Raises ValueError if there is no such target, or it has too many devices."""
+    try:
+        target = target_named(name)
+    except ValueError as error:
+        reason = in_options(str(error), topology="it", name="it")
+        raise ValueError(f"--target {name!r} is unknown: {reason}") from None
+    most = MOST_CPU_DEVICES if isinstance(target, CpuTarget) else MOST_DEVICES
+    if target.devices > most:
+        raise ValueError(f"--target must have at most {most:,} devices, got {name!r}")
+
+
+def run(options: argparse.Namespace) -> int:
+    """`ringjax rehearse`."""
+    parts = ("forward", "gradient") if options.part == "both" else (options.part,)
+    job = job_of(options)
+    _check_target(options.target)
+    found = [rehearsed_apart(job, options.target, part) for part in parts]
+    data = {"command": "rehearse", "pattern": repr(job.pattern), "rehearsals": [x.to_dict() for x in found]}
+    emit(options, data, "\n\n".join(map(str, found)))
+    return 0 if all(x.fits for x in found) else 1

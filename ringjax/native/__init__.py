@@ -1,1 +1,0 @@
-"""Kernels for CPU in C++: compiled once on the machine that runs them, called by XLA on its own threads."""
