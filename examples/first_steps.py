@@ -2,8 +2,8 @@
 
     make demo                        # or: python examples/first_steps.py
 
-Dense attention would need 34 GB for the scores of this sequence. Here some rows are checked against the dense oracle,
-which computes just these rows, and the pattern is drawn to `pattern.png` (with matplotlib; as text without).
+The score matrix of dense attention would take 34 GB for this sequence. The demo compares some rows with the dense
+reference, which can compute just these rows, and draws the pattern to `pattern.png` (as text without matplotlib).
 """
 
 import time
@@ -22,7 +22,8 @@ PATTERN = rj.DilationPattern(segment_lengths=(2048, 8192, 32768), dilation_rates
 def main() -> None:
     print(f"{PATTERN} over {LENGTH:,} tokens, {HEADS} heads of {DIM}, float32, causal, on {jax.devices()[0]}")
     coverage = PATTERN.coverage(HEADS)
-    print(f"every query sees up to {coverage.reach:,} tokens back; {coverage.share:.0%} of (position, head) covered")
+    share = f"{coverage.share:.0%} of (position, head) pairs are selected"
+    print(f"queries reach up to {coverage.reach:,} tokens back; {share}")
 
     query, key, value = jax.random.normal(jax.random.key(0), (3, 1, LENGTH, HEADS, DIM))
     rows = jnp.array([0, 1, 2047, 2048, 9000, 16384, 30000, 32767])
@@ -31,28 +32,28 @@ def main() -> None:
     def attention(q, k, v):
         return rj.dilated_attention(q, k, v, PATTERN, is_causal=True)
 
-    def loss(q, k, v):  # of the chosen rows only, so that the oracle can follow
+    def loss(q, k, v):  # uses the chosen rows only, so that the reference can compute it too
         return jnp.sum(attention(q, k, v)[:, rows] * weights)
 
-    def oracle(q, k, v):
+    def reference(q, k, v):
         return rj.reference_attention(q, k, v, PATTERN, is_causal=True, rows=rows)
 
     print("\n                     compile        run   memory beyond inputs and outputs")
     out = report("attention", attention, query, key, value)
     grads = report("gradient", jax.grad(loss, argnums=(0, 1, 2)), query, key, value)
 
-    expected, pull = jax.vjp(jax.jit(oracle), query, key, value)
+    expected, pull = jax.vjp(jax.jit(reference), query, key, value)
     errors = {"output": error(out[:, rows], expected)}
     errors |= {f"d{n}": error(a, b) for n, a, b in zip(("query", "key", "value"), grads, pull(weights), strict=True)}
-    print(f"\nagainst the dense oracle on {len(rows)} rows (largest error, float32):")
+    print(f"\nlargest error against the dense reference on {len(rows)} rows (float32):")
     print("  " + "   ".join(f"{name} {e:.1e}" for name, e in errors.items()))
     if max(errors.values()) > 2e-6:
-        raise SystemExit("ringjax and the oracle differ: please report this")
+        raise SystemExit("ringjax and the dense reference differ: please report this")
     draw(Path("pattern.png"))
 
 
 def report(name, function, *args):
-    """Compiles and runs, and prints what that took."""
+    """Compiles and runs a function, and prints the time and memory it takes."""
     begin = time.perf_counter()
     compiled = jax.jit(function).lower(*args).compile()
     middle = time.perf_counter()
@@ -68,7 +69,7 @@ def error(x, reference) -> float:
 
 
 def draw(path: Path) -> None:
-    """A small sibling of the pattern, as the number of branches in which a query sees a key."""
+    """Draws a smaller pattern: the number of branches in which each query attends to each key."""
     small, heads, length = rj.DilationPattern((8, 32, 64), (1, 2, 4)), (0, 1, 2), 64
     position = np.arange(length)
     counts = np.zeros((len(heads), length, length), int)
@@ -88,15 +89,15 @@ def draw(path: Path) -> None:
     from matplotlib.colors import ListedColormap  # noqa: PLC0415
 
     figure, axes = plt.subplots(1, len(heads), figsize=(13, 4.4), layout="constrained")
-    colours = ListedColormap(["#ffffff", "#9ecae1", "#3182bd", "#08306b"])
+    colors = ListedColormap(["#ffffff", "#9ecae1", "#3182bd", "#08306b"])
     for axis, image, head in zip(axes, counts, heads, strict=True):
-        picture = axis.imshow(image, cmap=colours, vmin=-0.5, vmax=3.5, interpolation="nearest")
+        picture = axis.imshow(image, cmap=colors, vmin=-0.5, vmax=3.5, interpolation="nearest")
         axis.set(title=f"head {head}", xlabel="key position", ylabel="query position")
     bar = figure.colorbar(picture, ax=axes, ticks=range(4), shrink=0.8)
-    bar.set_label("times a query sees a key")
+    bar.set_label("branches in which the query attends to the key")
     figure.suptitle("Causal dilated attention: segments 8, 32, 64 with rates 1, 2, 4")
     figure.savefig(path, dpi=110)
-    print(f"\na small sibling of the pattern is drawn in {path}")
+    print(f"\na smaller pattern of the same kind is drawn in {path}")
 
 
 if __name__ == "__main__":

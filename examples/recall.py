@@ -1,13 +1,13 @@
-"""Reach is real: a two-layer LongNet recalls what it read 4,096 tokens ago, and one whose pattern ends there does not.
+"""A two-layer LongNet recalls tokens from 4,096 positions back; with a pattern that ends there it cannot.
 
 A run of eight random letters, blanks, and eight question marks 4,096 tokens after the letters:
 
     . . c a h h b o d k . . . .  (thousands of blanks)  . . . . ? ? ? ? ? ? ? ? . .        answer: c a h h b o d k
 
-Why eight: in a branch of rate 8 a head sees every eighth token, so that the question mark at position `p` sees the
-letter at `p - 4096` and none of its neighbours. All eight heads together, each with its own residue, recall the run.
-The run is written 16 times, the last time 4,096 tokens before the question, so that attention which has learnt nothing
-yet meets a letter now and then among thousands of blanks.
+Why eight: in a branch of rate 8 a head attends to every eighth token, so the question mark at position `p` attends to
+the letter at `p - 4096` and to none of its neighbors. The eight heads, each with its own residue, recall the run
+together. The run is written 16 times, the last time 4,096 tokens before the question, so that an untrained model
+attends to a letter now and then among thousands of blanks.
 
 Both models have the same sizes, start from the same parameters and read the same sequences for as many steps. Only the
 length of the long segment differs: 8,192 tokens hold both the letters and the question, 4,096 never do.
@@ -106,8 +106,8 @@ def train(
     for i, rngs in enumerate(jax.random.split(jax.random.key(1), (steps // chunk, chunk))):
         carry, (losses, accuracies) = run(carry, rngs)
         history.append(float(accuracies.mean()))
-        told = f"step {(i + 1) * chunk:4d}   loss {losses.mean():5.3f}   right {history[-1]:6.1%}"
-        print(f"  {told}   {time.perf_counter() - start:4.0f} s", flush=True)
+        line = f"step {(i + 1) * chunk:4d}   loss {losses.mean():5.3f}   right {history[-1]:6.1%}"
+        print(f"  {line}   {time.perf_counter() - start:4.0f} s", flush=True)
     return nnx.merge(graph, carry[0]), history
 
 
@@ -133,10 +133,10 @@ def plot(path: str, task: Task, chunk: int, histories: dict[str, list[float]], a
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.subplots()
-    for (name, history), colour in zip(histories.items(), ("tab:blue", "tab:orange"), strict=True):
+    for (name, history), color in zip(histories.items(), ("tab:blue", "tab:orange"), strict=True):
         steps = [chunk * (i + 1) for i in range(len(history))]
         label = f"{name}: {accuracies[name]:.1%} on new sequences"
-        axes.plot(steps, [100 * share for share in history], "o-", markersize=3, color=colour, label=label)
+        axes.plot(steps, [100 * share for share in history], "o-", markersize=3, color=color, label=label)
     axes.axhline(100 * CHANCE, color="gray", linestyle="--", label=f"chance, 1 of {LETTERS} letters: {CHANCE:.1%}")
     axes.set(xlabel="training step", ylabel="right answers, %", ylim=(0, 104), xlim=(0, None))
     axes.set_title(f"Recalling {RATE} letters from {task.distance:,} tokens back, in {task.length:,} tokens")
@@ -157,8 +157,6 @@ def main() -> None:
         steps = options.steps
     if steps < chunk or steps % chunk:
         parser.error(f"--steps must be a positive multiple of {chunk}, got {steps}")
-    if steps < chunk or steps % chunk:
-        parser.error(f"--steps must be a multiple of {chunk}, got {steps}")
 
     histories, accuracies = {}, {}
     for reaches in (True, False):

@@ -1,6 +1,6 @@
-"""A causal dilated attention on a ring of devices: the plan, the layout, the result and its gradient.
+"""Causal dilated attention on a ring of devices: the plan, the layout, the output and its gradient.
 
-Without accelerators it takes 8 CPU devices of this machine. Run it with `make ring`.
+Without accelerators it simulates 8 CPU devices. Run it with `make ring`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def main() -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     mesh = jax.make_mesh((jax.device_count(),), ("ring",))
     p = mesh.shape["ring"]
-    layout = "zigzag"  # shares causal work evenly
+    layout = "zigzag"  # balances causal attention
     ring = rj.Ring(mesh, layout=layout)
     print(rj.plan(PATTERN, seq_len=LENGTH, num_heads=HEADS, head_dim=DIM, ring_size=p, layout=layout, is_causal=True))
 
@@ -46,9 +46,9 @@ def main() -> None:
     expected = rj.reference_attention(*whole[:3], PATTERN, is_causal=True, rows=rows)
     found = rj.from_layout(np.asarray(out), layout, p)[:, rows]
     error = float(jnp.abs(found - expected).max())
-    print(f"largest difference from the dense oracle, at {len(rows)} rows: {error:.1e}")
+    print(f"largest difference from the dense reference on {len(rows)} rows: {error:.1e}")
     if not error < 1e-5:
-        raise SystemExit("the ring and the oracle differ")
+        raise SystemExit("the ring and the dense reference differ")
 
 
 if __name__ == "__main__":
