@@ -1,26 +1,27 @@
-"""Attention dropout: exact, and the same weights dropped on every ring, in every layout, block and pass."""
+"""Attention dropout equals the oracle and drops the same weights on every ring, layout, block and pass."""
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import (
     NAMES,
-    NARROW,
     QUICK,
     RANDOM,
-    WIDE,
     Case,
     assert_equals_oracle,
-    assert_stored_equals_oracle,
+    assert_sharded_equals_oracle,
     error,
     geometries,
     on_ring,
     ring_mesh,
     run,
+    slow_unless,
 )
 from flax import linen, nnx
 from hypothesis import given, settings
@@ -35,14 +36,14 @@ import ringjax.nnx
 from ringjax._src import dropout
 from ringjax.models import LongNetDecoder
 
-BASE = Case(64, kv_heads=2, group=2, segment_lengths=(16, 64), dilation_rates=(1, 4), dropout_rate=0.3)
+BASE = Case(length=64, q_per_kv=2, segment_lengths=(16, 64), dilation_rates=(1, 4), dropout_rate=0.3)
 KEY = jax.random.key(5)
 
 
 def weights(q, k, case: Case, **options):
-    """The attention weights (B, N, T, T): the attention over values that are unit vectors, T dims at a time."""
+    """Returns the attention weights (B, N, T, T): the attention over values that are unit vectors."""
     ones = np.broadcast_to(np.eye(case.length)[None, :, None], (case.batch, case.length, case.kv_heads, case.length))
-    wide = [np.pad(x, [(0, 0)] * 3 + [(0, case.length - case.dim)]) for x in (q, k)]
+    wide = [np.pad(x, [(0, 0)] * 3 + [(0, case.length - case.head_dim)]) for x in (q, k)]
     given = {**case.keywords(), "scale": 1.0, **options}
     attend = jax.jit(lambda *x: rj.dilated_attention(*x, case.pattern, **given), compiler_options=QUICK)
     out = attend(*wide, ones.astype(np.float32))
@@ -55,9 +56,17 @@ def plain_hash(x: int) -> int:
     return x ^ (x >> 16)
 
 
-def test_what_is_dropped_is_the_stated_function_of_entry_head_query_key_and_branch():
-    """In plain Python integers, from the two words of the key."""
-    case = Case(12, 2, 2, 2, 4, (4, 12), (1, 3), is_causal=True, dropout_rate=0.4)
+def test_dropped_weights_are_the_documented_hash_of_entry_head_query_key_and_branch():
+    """The hash is computed with Python integers from the two 32-bit words of the key."""
+    case = Case(
+        length=12,
+        q_per_kv=2,
+        head_dim=4,
+        segment_lengths=(4, 12),
+        dilation_rates=(1, 3),
+        is_causal=True,
+        dropout_rate=0.4,
+    )
     q, k, *_ = case.arrays(np.float32)
     got = weights(q, k, case)
     whole = weights(q, k, case, dropout_rate=0.0)
@@ -66,14 +75,15 @@ def test_what_is_dropped_is_the_stated_function_of_entry_head_query_key_and_bran
     drops = 0
     for b, n, p, s in np.ndindex(*got.shape):
         seed = plain_hash(plain_hash((first + b * odd) % 2**32) ^ plain_hash(second ^ n))
-        seen = kept = 0
+        attended = kept = 0
         for i, (w, r) in enumerate(zip(case.segment_lengths, case.dilation_rates, strict=True)):
             if p // w == s // w and s <= p and p % w % r == s % w % r == (n // 2) % r:
                 mine = plain_hash(plain_hash((seed + (i + 1) * odd) % 2**32) ^ plain_hash(p))
-                seen += 1
+                attended += 1
                 kept += plain_hash((mine + plain_hash(s ^ odd)) % 2**32) >= limit
-        drops += seen - kept
-        np.testing.assert_allclose(got[b, n, p, s], whole[b, n, p, s] * (kept / seen / 0.6 if seen else 0), rtol=1e-5)
+        drops += attended - kept
+        factor = kept / attended / 0.6 if attended else 0
+        np.testing.assert_allclose(got[b, n, p, s], whole[b, n, p, s] * factor, rtol=1e-5)
     assert drops > 20
 
 
@@ -81,78 +91,98 @@ CASES = {
     "causal": BASE._replace(is_causal=True, ids=True),
     "full": BASE._replace(length=61, segment_lengths=(15, 70), dilation_rates=(2, 3), scale=0.5),
     "detached": BASE._replace(rule="detached", is_causal=True, seq_len=60),
-    "grouped": BASE._replace(rule="grouped", kv_heads=4, group=1, ids=True),
-    "blocks": Case(2304, 1, 1, 1, 8, (2304, 600), (1, 2), is_causal=True, dropout_rate=0.1),
+    "grouped": BASE._replace(rule="grouped", kv_heads=4, q_per_kv=1, ids=True),
+    "several blocks": Case(
+        length=2304,
+        batch=1,
+        kv_heads=1,
+        segment_lengths=(2304, 600),
+        dilation_rates=(1, 2),
+        is_causal=True,
+        dropout_rate=0.1,
+    ),
 }
+DEFAULT = [("causal", "float32"), ("detached", "float64")]
 
 
-SLOW = ("full", "grouped", "blocks", "gather4", "unaligned3", "detached8", "queries2")
-
-
-def each(cases):
-    """The names of the cases, long ones marked."""
-    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in cases]
-
-
-@pytest.mark.parametrize("name", each(CASES))
-def test_equals_oracle(name):
-    assert_equals_oracle(CASES[name], (WIDE, NARROW) if name == "causal" else (WIDE,), compiler_options=QUICK)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=slow_unless((name, dtype) in DEFAULT))
+        for name in CASES
+        for dtype in ("float64", "float32")
+    ],
+)
+def test_equals_oracle(name, dtype):
+    assert_equals_oracle(CASES[name], dtype, compiler_options=QUICK)
 
 
 @settings(max_examples=60, **RANDOM)
-@given(case=geometries(3, 40), rate=st.sampled_from([0.01, 0.5, 0.95]))
+@given(case=geometries(most_branches=3, longest=40), rate=st.sampled_from([0.01, 0.5, 0.95]))
 @pytest.mark.slow
 def test_random_geometry_equals_oracle(case, rate):
-    assert_equals_oracle(case._replace(dropout_rate=rate), (WIDE,))
+    assert_equals_oracle(case._replace(dropout_rate=rate), "float64")
+
+
+class DropoutRing(NamedTuple):
+    """An attention call with dropout and its ring."""
+
+    case: Case
+    ring_size: int
+    layout: str
+    strategy: str = "ring"
+    is_default: bool = False
 
 
 RINGS = {
-    "zigzag2": (BASE._replace(is_causal=True), 2, "zigzag", "ring"),
-    "unaligned3": (
+    "zigzag": DropoutRing(BASE._replace(is_causal=True), ring_size=2, layout="zigzag", is_default=True),
+    "unaligned": DropoutRing(
         BASE._replace(length=59, segment_lengths=(20, 59), dilation_rates=(2, 3), ids=True),
-        3,
-        "zigzag",
-        "ring",
+        ring_size=3,
+        layout="zigzag",
     ),
-    "gather4": (BASE._replace(rule="grouped", kv_heads=4, is_causal=True), 4, "contiguous", "gather"),
-    "detached8": (BASE._replace(rule="detached", is_causal=True), 8, "contiguous", "ring"),
-    "queries2": (
-        Case(2120, 1, 2, 1, segment_lengths=(2120,), dilation_rates=(1,), is_causal=True, dropout_rate=0.2),
-        2,
-        "zigzag",
-        "ring",
+    "gathered": DropoutRing(
+        BASE._replace(rule="grouped", kv_heads=4, is_causal=True),
+        ring_size=4,
+        layout="contiguous",
+        strategy="gather",
+    ),
+    "detached": DropoutRing(BASE._replace(rule="detached", is_causal=True), ring_size=8, layout="contiguous"),
+    "queries move": DropoutRing(
+        Case(length=2120, batch=1, segment_lengths=(2120,), dilation_rates=(1,), is_causal=True, dropout_rate=0.2),
+        ring_size=2,
+        layout="zigzag",
     ),
 }
 
 
-@pytest.mark.parametrize("name", each(RINGS))
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_unless(RINGS[name].is_default)) for name in RINGS])
 def test_ring_equals_oracle(name):
-    case, size, layout, strategy = RINGS[name]
-    ring = rj.Ring(ring_mesh(size), layout=layout, strategy=strategy)
-    assert_equals_oracle(case, (WIDE,), on_ring(ring))
+    given = RINGS[name]
+    ring = rj.Ring(ring_mesh(given.ring_size), layout=given.layout, strategy=given.strategy)
+    assert_equals_oracle(given.case, "float64", on_ring(ring))
 
 
-def test_batch_and_heads_over_other_axes():
+def test_batch_and_heads_over_other_axes_equal_oracle():
     mesh = ring_mesh(2, 2, 2, names=("data", "ring", "tensor"))
     ring = rj.Ring(mesh, batch_axis="data", head_axis="tensor", layout="zigzag")
     case = BASE._replace(is_causal=True)
-    assert_stored_equals_oracle(case, ring)
+    assert_sharded_equals_oracle(case, ring)
 
 
 @pytest.mark.slow
-def test_own_shard_map():
+def test_ring_inside_a_shard_map_equals_oracle():
     mesh = ring_mesh(2, 2, 2, names=("data", "ring", "tensor"))
     ring = rj.Ring(mesh, batch_axis="data", head_axis="tensor", layout="zigzag")
     case = BASE._replace(is_causal=True)
     shared = in_shard_map(ring, head_axis="tensor", batch_axis="data")
-    assert_stored_equals_oracle(case, ring, attention=shared)
+    assert_sharded_equals_oracle(case, ring, attention=shared)
 
 
 @pytest.mark.slow
-def test_bfloat16_drops_the_same_weights():
-    """On a ring of 4 as on one device, to what rounding leaves."""
+def test_bfloat16_on_a_ring_drops_the_same_weights_as_the_oracle():
     case = BASE._replace(is_causal=True)
-    arrays = [x.astype(jnp.bfloat16) for x in case.arrays(np.float32)]
+    arrays = case.arrays("bfloat16")
     ring = rj.Ring(ring_mesh(4), layout="zigzag")
     ours = run(on_ring(ring), arrays, case.pattern, **case.keywords(), compiler_options=QUICK)
     wide = [x.astype(jnp.float32) for x in arrays]
@@ -162,8 +192,8 @@ def test_bfloat16_drops_the_same_weights():
         assert error(x, reference) < 0.01, name
 
 
-def test_rate_and_independence():
-    """Shares of dropped weights, and of pairs of dropped neighbours along each axis, within 5 standard deviations."""
+def test_weights_are_dropped_independently_at_the_given_rate():
+    """Fractions of dropped weights, and of dropped neighbor pairs along each axis, within 5 standard deviations."""
     rate, batch, heads, rows = 0.25, 2, 3, 256
     seeds = dropout.seeds_of(dropout.words_of(KEY), batch, heads)
     places = jnp.arange(rows)
@@ -185,7 +215,7 @@ def test_rate_and_independence():
     assert per_row.std() == pytest.approx(np.sqrt(rate * (1 - rate) / rows), rel=0.1)
 
 
-def test_rate_0_is_the_same_program_and_keys_are_arguments():
+def test_rate_0_traces_the_program_without_dropout():
     case = BASE._replace(dropout_rate=0.0)
     q, k, v, _ = case.arrays(np.float32)
     attend = functools.partial(rj.dilated_attention, pattern=case.pattern)
@@ -193,32 +223,36 @@ def test_rate_0_is_the_same_program_and_keys_are_arguments():
         jax.make_jaxpr(functools.partial(attend, **options))(q, k, v) for options in ({}, {"dropout_rng": KEY})
     )
     assert str(plain) == str(off)
-    traces = []
+
+
+def test_one_program_serves_every_dropout_key():
+    q, k, v, _ = BASE.arrays(np.float32)
 
     @functools.partial(jax.jit, compiler_options=QUICK)
-    def drawn(q, k, v, rng):
-        traces.append(1)
-        return attend(q, k, v, dropout_rate=0.5, dropout_rng=rng)
+    @chex.assert_max_traces(n=1)
+    def attend(q, k, v, rng):
+        return rj.dilated_attention(q, k, v, BASE.pattern, dropout_rate=0.5, dropout_rng=rng)
 
-    outs = [np.asarray(drawn(q, k, v, jax.random.key(seed))) for seed in (0, 1, 0)]
-    assert len(traces) == 1 and (outs[0] == outs[2]).all() and (outs[0] != outs[1]).any()
+    first, other, again = (np.asarray(attend(q, k, v, jax.random.key(seed))) for seed in (0, 1, 0))
+    chex.assert_trees_all_equal(first, again)
+    assert (first != other).any()
 
 
 @pytest.mark.parametrize("rate", [1.0, -0.1, "half", float("nan"), True])
-def test_bad_rate(rate):
+def test_rate_outside_0_to_1_raises(rate):
     x = jnp.ones((1, 8, 2, 4))
     with pytest.raises(ValueError, match=r"`dropout_rate` must be a number from 0 to below 1, .*got "):
         rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=rate, dropout_rng=KEY)
 
 
-def test_no_key_and_no_kernels():
+def test_dropout_requires_a_key_and_plain_xla():
     x = jnp.ones((1, 8, 2, 4))
     with pytest.raises(ValueError, match=r"`dropout_rng` must be a key of `jax.random` .*got None"):
         rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=0.5)
     with pytest.raises(ValueError, match=r"`dropout_rng` must be a key of `jax.random`"):
         rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=0.5, dropout_rng=jnp.ones(3))
     with pytest.raises(ValueError, match=r"`block_sizes` must be None with `dropout_rate` above 0"):
-        sizes = rj.BlockSizes(16, 16)
+        sizes = rj.BlockSizes(query=16, key=16)
         rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=0.5, dropout_rng=KEY, block_sizes=sizes)
     assert not rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=1 - 1e-12, dropout_rng=KEY).any()
     with pytest.raises(NotImplementedError, match=r'`implementation` must be None or "xla" .*got \'interpret_tpu\''):
@@ -226,18 +260,18 @@ def test_no_key_and_no_kernels():
 
 
 LAYER = {"dropout_rate": 0.3, "positions": None, "sub_norm": False}
-ONE_BRANCH = rj.DilationPattern((64,), (4,))  # compiles sooner
+ONE_BRANCH = rj.DilationPattern((64,), (4,))  # compiles faster
 
 
 def layer_of(framework, **options):
-    """A compiled layer of input and key."""
+    """Returns a compiled layer: a function of input and key."""
     layer = ours(framework, pattern=ONE_BRANCH, **LAYER, **options)
     parameters = {name: p for name, p in own_parameters().items() if name != "sub_norm"}
     name = {"nnx": "rngs", "linen": "dropout_rng"}[framework]
     return jax.jit(lambda x, key: layer(parameters, x, **{name: key}), compiler_options=QUICK)
 
 
-def test_layers_drop_the_same_weights_in_both_frameworks_and_on_a_ring():
+def test_nnx_linen_and_ring_layers_drop_the_same_weights():
     by_nnx = layer_of("nnx")(X, KEY)
     ring = rj.Ring(ring_mesh(2), layout="zigzag")
     stored = layer_of("nnx", ring=ring)(rj.to_layout(X, "zigzag", 2), KEY)
@@ -256,13 +290,13 @@ def test_layers_drop_nothing_in_evaluation():
     plain = same(X)
     rngs = nnx.Rngs(dropout=3)
     first, second = layer(X, rngs=rngs), layer(X, rngs=rngs.dropout)
-    assert (first != second).any()  # each call draws another key
+    assert (first != second).any()  # each call draws a new key
     assert (layer(X, deterministic=True) == plain).all()
     layer.eval()
     assert (layer(X) == plain).all()
 
 
-def test_linen_draws_from_its_dropout_stream():
+def test_linen_layer_draws_keys_from_its_dropout_stream():
     module = ringjax.linen.DilatedSelfAttention(HEADS, ONE_BRANCH, dropout_rate=0.3)
     parameters = module.init(jax.random.key(0), X, deterministic=True)
     plain = module.apply(parameters, X, deterministic=True)
@@ -271,7 +305,7 @@ def test_linen_draws_from_its_dropout_stream():
     assert (plain == ringjax.linen.DilatedSelfAttention(HEADS, ONE_BRANCH).apply(parameters, X)).all()
 
 
-def test_stock_layers_drop_by_our_rule():
+def test_stock_linen_layer_drops_the_weights_of_the_oracle():
     pattern = rj.DilationPattern((16,), (2,))
     options = {"dropout_rate": 0.3, "broadcast_dropout": False, "deterministic": False}
     stock = linen.MultiHeadDotProductAttention(HEADS, attention_fn=rj.attention_fn(pattern, is_causal=True), **options)
@@ -288,7 +322,7 @@ def test_stock_layers_drop_by_our_rule():
 
 
 def logits_of(config, ring=None):
-    """A compiled decoder of tokens (in the order of the sequence) and key."""
+    """Returns a compiled decoder: a function of tokens (in sequence order) and key."""
     model, shapes = functional(LongNetDecoder, config, ring)
     parameters, size = drawn(shapes), 1 if ring is None else ring.size("axis_name")
 
@@ -300,18 +334,18 @@ def logits_of(config, ring=None):
     return jax.jit(logits, compiler_options=QUICK)
 
 
-def test_models_drop_in_each_layer_and_only_with_a_key():
+def test_models_drop_with_a_new_key_per_layer_and_only_in_training():
     config = config_of(attention_dropout_rate=0.3)
     dropped = logits_of(config)(TOKENS, KEY)
     _, shapes = functional(LongNetDecoder, config)
-    seen = []
+    keys = []
 
-    def noted(query, *_, dropout_rng, **__):
-        seen.append(dropout_rng)
+    def recorded(query, *_, dropout_rng, **__):
+        keys.append(dropout_rng)
         return query
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("ringjax._src.flax.self_attention.dilated_attention", noted)
+        patch.setattr("ringjax._src.flax.self_attention.dilated_attention", recorded)
         plainly = dataclasses.replace(config, scan_layers=False, remat=False)
         unrolled, _ = functional(LongNetDecoder, plainly)
         with jax.disable_jit():
@@ -319,7 +353,7 @@ def test_models_drop_in_each_layer_and_only_with_a_key():
             layers(TOKENS[:1, :8], dropout_rng=KEY)
             layers.eval()
             layers(TOKENS[:1, :8], dropout_rng=KEY)
-    given, in_evaluation = seen[:2], seen[2:]
+    given, in_evaluation = keys[:2], keys[2:]
     assert [jax.random.key_data(x).tolist() for x in given] == jax.random.key_data(jax.random.split(KEY, 2)).tolist()
     assert in_evaluation == [None, None]
     assert error(logits_of(dataclasses.replace(config, scan_layers=False))(TOKENS, KEY), dropped) < 1e-5
@@ -329,7 +363,7 @@ def test_models_drop_in_each_layer_and_only_with_a_key():
 
 
 @pytest.mark.slow
-def test_models_drop_the_same_weights_on_a_ring():
+def test_models_on_a_ring_drop_the_same_weights():
     config = config_of(attention_dropout_rate=0.3)
     ring = rj.Ring(ring_mesh(2, 2, names=("ring", "tensor")), layout="zigzag", head_axis="tensor")
     assert error(logits_of(config, ring)(TOKENS, KEY), logits_of(config)(TOKENS, KEY)) < 1e-5

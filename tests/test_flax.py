@@ -1,10 +1,11 @@
-"""The Flax layers: stock ones with our `attention_fn`, and our own, on one device and on rings."""
+"""Flax layers, stock ones with `attention_fn` and our own, equal their definitions on one device and on rings."""
 
 import functools
 import math
 import re
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,7 +31,7 @@ X, COTANGENT = random(BATCH, LENGTH, FEATURES), random(BATCH, LENGTH, FEATURES, 
 
 
 def run(layer, parameters, x, cotangent):
-    """Output and gradients of a layer, a function of parameters and input."""
+    """Returns output and gradients of a layer, which is a function of parameters and input."""
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def both(parameters, x, cotangent):
@@ -41,33 +42,36 @@ def run(layer, parameters, x, cotangent):
 
 
 def assert_close(got, expected):
-    """Outputs, gradients of parameters (as one vector: that of a key bias is 0, a sum that cancels) and of inputs."""
-    assert jax.tree.map(jnp.shape, got) == jax.tree.map(jnp.shape, expected)
+    """Compares outputs, gradients of parameters and gradients of inputs.
+
+    The gradients of parameters are compared as one vector: that of a key bias is a sum that cancels to 0.
+    """
+    chex.assert_trees_all_equal_shapes(got, expected)
     for name, x, reference in zip(("out", "parameters", "x"), got, expected, strict=True):
         flat = [np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)]) for tree in (x, reference)]
         assert error(*flat) <= LIMIT, (name, error(*flat))
 
 
 def in_float64(layer, *arguments):
-    """What `run` gives, by float64."""
+    """Returns the result of `run` in float64."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(np.asarray(x), jnp.float64), arguments)
         return jax.tree.map(np.asarray, run(layer, *wide))
 
 
 def drawn(shapes):
-    """Parameters that are nowhere 0 or 1: compiling no initializer saves seconds."""
+    """Draws parameters that are neither 0 nor 1; compiling the initializers would take seconds."""
     return jax.tree.map(lambda p: 0.2 * random(*p.shape, seed=math.prod(p.shape)) + (len(p.shape) == 1), shapes)
 
 
 def functional(make):
-    """An nnx layer as a function of its parameters, a dict, and their shapes."""
+    """Returns an nnx layer as a function of a dict of parameters, and the shapes of the parameters."""
     graph, state, rest = nnx.split(nnx.eval_shape(make), nnx.Param, ...)
 
     def layer(parameters, x, **keywords):
-        own = nnx.State(jax.tree.map(lambda x: x, state))
-        nnx.replace_by_pure_dict(own, parameters)
-        return nnx.merge(graph, own, rest)(x, **keywords)
+        restored = nnx.State(jax.tree.map(lambda x: x, state))
+        nnx.replace_by_pure_dict(restored, parameters)
+        return nnx.merge(graph, restored, rest)(x, **keywords)
 
     return layer, nnx.to_pure_dict(state)
 
@@ -79,7 +83,7 @@ def own_parameters():
 
 
 def definition(p, x):
-    """Our layer by the dense oracle."""
+    """Computes our layer with the dense oracle."""
     q, k, v = (
         jnp.einsum("btf,fnh->btnh", x, p[n]["kernel"]) + p[n]["bias"][None, None] for n in ("query", "key", "value")
     )
@@ -95,7 +99,7 @@ def expected():
     return in_float64(definition, own_parameters(), X, COTANGENT)
 
 
-ONE_BRANCH = rj.DilationPattern((16,), (2,))  # compiles sooner
+ONE_BRANCH = rj.DilationPattern((16,), (2,))  # compiles faster
 
 
 def oracle(query, key, value, **keywords):
@@ -114,7 +118,7 @@ def stock_linen(attention):
 
 
 @pytest.mark.parametrize("stock", [stock_nnx, stock_linen])
-def test_stock_layers_take_our_attention(stock):
+def test_stock_layers_with_our_attention_equal_the_oracle(stock):
     (layer, shapes), (dense, _) = stock(rj.attention_fn(ONE_BRANCH, is_causal=True)), stock(oracle)
     parameters = drawn(shapes)
     assert_close(run(layer, parameters, X, COTANGENT), in_float64(dense, parameters, X, COTANGENT))
@@ -156,7 +160,7 @@ def test_our_layers_equal_the_definition_on_any_ring(framework, size):
 @pytest.mark.slow
 @pytest.mark.parametrize("framework", ["nnx", "linen"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-def test_heads_over_a_mesh_axis(framework, kind):
+def test_layers_with_sharded_heads_equal_the_definition(framework, kind):
     devices = np.array(jax.devices()[:4]).reshape(2, 2)
     mesh = Mesh(devices, ("ring", "tensor"), axis_types=(kind, kind))
     ring = rj.Ring(mesh, layout="zigzag", head_axis="tensor")
@@ -179,7 +183,7 @@ def test_heads_over_a_mesh_axis(framework, kind):
     assert_close(jax.tree.map(np.asarray, (out, gradient, dx)), expected())
 
 
-def test_norms_take_their_epsilon_in_both():
+def test_norm_epsilon_has_the_same_effect_in_both_frameworks():
     options = {"pattern": ONE_BRANCH, "norm_epsilon": 0.5}
     by_nnx, by_linen = (
         jax.jit(ours(framework, **options), compiler_options=QUICK)(own_parameters(), X)
@@ -190,7 +194,7 @@ def test_norms_take_their_epsilon_in_both():
 
 
 @pytest.mark.slow
-def test_xpos_is_the_same_on_a_ring():
+def test_xpos_on_a_ring_equals_one_device():
     layer = ours("linen", positions="xpos")
     ring = rj.Ring(ring_mesh(2), layout="zigzag")
     out, gradient, dx = run(layer, own_parameters(), X, COTANGENT)
@@ -198,11 +202,11 @@ def test_xpos_is_the_same_on_a_ring():
     on_ring = run(ours("linen", positions="xpos", ring=ring), own_parameters(), *stored)
     whole = [rj.from_layout(np.asarray(x), "zigzag", 2) for x in (on_ring[0], on_ring[2])]
     assert_close((whole[0], on_ring[1], whole[1]), (out, gradient, dx))
-    assert error(out, expected()[0]) > 1e-3  # rotary is something else
+    assert error(out, expected()[0]) > 1e-3  # rotary positions differ
 
 
 @pytest.mark.slow
-def test_each_device_computes_only_its_own_angles():
+def test_each_device_computes_the_angles_of_its_own_rows_only():
     ring = rj.Ring(ring_mesh(4), layout="zigzag")
     layer = jax.jit(ours("linen", ring=ring), compiler_options=QUICK)
     program = layer.lower(own_parameters(), stored_on(ring, ring.mesh, X)).compile().as_text()
@@ -210,7 +214,7 @@ def test_each_device_computes_only_its_own_angles():
     assert angles == {f"f32[1,{LENGTH // 4},1,{DIM // 2}]"}
 
 
-def test_kernels_say_over_which_axis_their_heads_are():
+def test_parameters_are_annotated_with_the_head_axis():
     ring = rj.Ring(ring_mesh(2, 2, names=("ring", "tensor")), head_axis="tensor")
     layer = ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, PATTERN, ring=ring, rngs=nnx.Rngs(0))
     specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(layer, nnx.Param)))
@@ -227,13 +231,13 @@ def test_kernels_say_over_which_axis_their_heads_are():
         assert where["out"]["bias"] == PartitionSpec()
 
 
-def test_parameters_of_both_have_the_same_names_and_shapes():
+def test_parameters_of_both_frameworks_have_the_same_names_and_shapes():
     options = {**OPTIONS, "head_dim": 6, "out_features": 10, "use_bias": False}
     make = lambda: ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, PATTERN, rngs=nnx.Rngs(0), **options)  # noqa: E731
     _, in_nnx = functional(make)
     module = ringjax.linen.DilatedSelfAttention(HEADS, PATTERN, **options)
     in_linen = jax.eval_shape(module.init, jax.random.key(0), X)["params"]
-    assert jax.tree.map(jnp.shape, in_nnx) == jax.tree.map(jnp.shape, in_linen)
+    chex.assert_trees_all_equal_shapes(in_nnx, in_linen)
     assert sorted(in_nnx) == ["key", "out", "query", "sub_norm", "value"]
 
 
@@ -242,36 +246,36 @@ def test_kernels_are_initialized_as_matrices():
     assert abs(float(np.std(kernel)) * 16 - 1) < 0.05
 
 
-def test_leading_axes_ids_and_positions():
+def test_layers_accept_leading_axes_segment_ids_and_positions():
     module = ringjax.linen.DilatedSelfAttention(HEADS, ONE_BRANCH, **OPTIONS)
     layer = jax.jit(lambda p, x, **keywords: module.apply({"params": p}, x, **keywords), compiler_options=QUICK)
     ids, within = np.repeat([[0, 1]], LENGTH // 2, 1).repeat(BATCH, 0), np.tile(np.arange(LENGTH // 2), (BATCH, 2))
-    # rotary positions are relative: the second document is as if it started at 0
+    # rotary positions are relative, so the second document may start at 0
     plain = layer(own_parameters(), X, segment_ids=ids, positions=np.arange(LENGTH))
     many = layer(own_parameters(), X[None, :, None], segment_ids=ids[None, :, None], positions=within[None, :, None])
     assert error(many[0, :, 0], plain) <= LIMIT
 
 
-def test_dtypes():
+def test_outputs_have_the_requested_dtype():
     attention = rj.attention_fn(PATTERN)
     arrays = [jax.ShapeDtypeStruct((BATCH, LENGTH, HEADS, DIM), jnp.float32)] * 3
     assert jax.eval_shape(attention, *arrays).dtype == jnp.float32
     assert jax.eval_shape(functools.partial(attention, dtype=jnp.bfloat16), *arrays).dtype == jnp.bfloat16
     for framework in ("nnx", "linen"):
         layer = ours(framework, dtype=jnp.bfloat16)
-        with jax.numpy_dtype_promotion("standard"):  # as the layer norm of Flax needs
+        with jax.numpy_dtype_promotion("standard"):  # the layer norm of Flax needs it
             assert jax.eval_shape(layer, own_parameters(), X).dtype == jnp.bfloat16
         assert jax.eval_shape(ours(framework), own_parameters(), X).dtype == jnp.float32
 
 
-def test_attention_fn_is_a_value():
+def test_equal_attention_fns_compare_and_hash_equal():
     one, same = (rj.attention_fn(PATTERN, is_causal=True) for _ in range(2))
     assert one == same and hash(one) == hash(same) and one != rj.attention_fn(PATTERN)
     assert repr(one).startswith("AttentionFn(pattern=DilationPattern(")
 
 
 Q = np.zeros((1, 16, 2, 4), np.float32)
-REFUSED = [
+UNSUPPORTED = [
     ({"mask": np.ones((1, 1, 16, 16), bool)}, r"`mask` must be None \(use `is_causal`.*shape \(1, 1, 16, 16\)\."),
     ({"bias": np.ones((1, 1, 16, 16))}, r"`bias` must be None \(.*never computed\), got an array of shape"),
     ({"dropout_rate": 0.1}, r"`broadcast_dropout` must be False with active dropout \(.*got True\."),
@@ -285,13 +289,13 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("keywords", "text"), REFUSED)
-def test_nothing_is_silently_ignored(keywords, text):
+@pytest.mark.parametrize(("keywords", "text"), UNSUPPORTED)
+def test_unsupported_arguments_of_attention_fn_raise(keywords, text):
     with pytest.raises(NotImplementedError, match=text):
         rj.attention_fn(PATTERN)(Q, Q, Q, **keywords)
 
 
-def test_stock_layers_pass_on_what_is_refused():
+def test_unsupported_arguments_of_stock_layers_raise():
     mask = np.ones((1, 1, 16, 16), bool)
     x = X[:1, :16]
     attention = rj.attention_fn(PATTERN)
@@ -332,7 +336,7 @@ def test_stock_layers_pass_on_what_is_refused():
         ({"ring": "ring"}, "`ring` must be a Ring, got str"),
     ],
 )
-def test_layers_check_their_arguments(options, text):
+def test_invalid_arguments_of_layers_raise(options, text):
     options = {"num_heads": HEADS, "pattern": PATTERN, **options}
     with pytest.raises(ValueError, match=text):
         ringjax.nnx.DilatedSelfAttention(in_features=FEATURES, rngs=nnx.Rngs(0), **options)
@@ -350,23 +354,23 @@ def test_layers_check_their_arguments(options, text):
         ({"segment_ids": np.ones((64,), int)}, r"`segment_ids` must have shape \(batch..., length\) = \(2, 64\)"),
     ],
 )
-def test_calls_of_layers_are_checked(keywords, text):
+def test_invalid_arguments_of_layer_calls_raise(keywords, text):
     with pytest.raises(ValueError, match=text):
         jax.eval_shape(lambda p, x: ours("linen")(p, x, **keywords), own_parameters(), X)
 
 
-def test_positions_need_a_layer_that_uses_them():
+def test_positions_for_a_layer_without_them_raise():
     module = ringjax.linen.DilatedSelfAttention(HEADS, PATTERN)
     with pytest.raises(ValueError, match='`positions` must be None for a layer without "rotary" or "xpos"'):
         jax.eval_shape(lambda x: module.init(jax.random.key(0), x, positions=np.arange(LENGTH)), X)
 
 
-def test_layers_refuse_xpos_that_is_too_long():
+def test_xpos_layer_on_too_long_a_sequence_raises():
     with pytest.raises(ValueError, match=r"`length` must be at most 65536 for xPos, .*got 70000"):
         jax.eval_shape(ours("linen", positions="xpos"), own_parameters(), np.zeros((1, 70_000, FEATURES), np.float32))
 
 
-def test_compute_dtype():
+def test_compute_dtype_is_bfloat16_where_the_hardware_supports_it():
     device = lambda platform, **more: SimpleNamespace(platform=platform, **more)  # noqa: E731
     assert rj.compute_dtype() == jnp.float32
     assert rj.compute_dtype(device("tpu")) == jnp.bfloat16

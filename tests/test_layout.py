@@ -1,5 +1,8 @@
+"""Layouts: storage order, padding, gradients, sharding and errors of `to_layout` and `from_layout`."""
+
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +18,7 @@ RING_SIZES = (1, 2, 3, 4, 5, 8)
 
 
 def stored_positions(layout, stored_length, ring_size):
-    """The definition, device by device."""
+    """Returns the positions of the stored rows, device by device, by the definition."""
     if layout == "contiguous":
         return list(range(stored_length))
     c = stored_length // (2 * ring_size)
@@ -23,7 +26,7 @@ def stored_positions(layout, stored_length, ring_size):
     return [p for chunk in chunks for p in range(chunk * c, (chunk + 1) * c)]
 
 
-def test_layouts_are_values():
+def test_layouts_are_hashable_and_immutable():
     assert layout_named("contiguous") is CONTIGUOUS
     assert layout_named("zigzag") is ZIGZAG
     assert len({CONTIGUOUS, ZIGZAG, layout_named("zigzag")}) == 2
@@ -31,7 +34,7 @@ def test_layouts_are_values():
         ZIGZAG.chunks = 3
 
 
-def test_chunks_of_devices():
+def test_zigzag_gives_device_i_chunks_i_and_2n_minus_1_minus_i():
     assert (CONTIGUOUS.multiple(4), ZIGZAG.multiple(4)) == (4, 8)
     assert [CONTIGUOUS.chunk_of(i, 0, 4) for i in range(4)] == [0, 1, 2, 3]
     assert [(ZIGZAG.chunk_of(i, 0, 4), ZIGZAG.chunk_of(i, 1, 4)) for i in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
@@ -41,7 +44,7 @@ def test_chunks_of_devices():
 
 
 @pytest.mark.parametrize("ring_size", RING_SIZES)
-def test_a_device_holds_its_chunks(ring_size):
+def test_zigzag_storage_puts_both_chunks_on_their_device(ring_size):
     c = 3
     chunks = np.arange(2 * ring_size * c).reshape(2 * ring_size, c)
     devices = to_layout(chunks.reshape(-1), "zigzag", ring_size, axis=0).reshape(ring_size, 2, c)
@@ -51,7 +54,7 @@ def test_a_device_holds_its_chunks(ring_size):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("ring_size", RING_SIZES)
-def test_positions(layout, ring_size):
+def test_positions_equal_the_definition(layout, ring_size):
     stored_length = 6 * ring_size
     result = positions(layout, stored_length, ring_size)
     assert result.dtype == jnp.int32
@@ -78,7 +81,7 @@ def test_round_trip_is_exact(layout, ring_size, length, axis):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "complex64", "int32", "int8", "uint8", "bool"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_dtype(layout, dtype):
+def test_any_dtype_is_preserved(layout, dtype):
     x = jnp.arange(13).astype(dtype)
     stored = to_layout(x, layout, 3, axis=0, fill=1)
     assert stored.dtype == x.dtype
@@ -104,27 +107,26 @@ def test_gradient_is_the_inverse_permutation(layout, length):
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("spec", [PartitionSpec("data"), PartitionSpec("data", "ring")], ids=["whole", "sharded"])
-def test_gradient_on_an_explicit_mesh(layout, spec):
-    """Without a mesh around the `jit`: the arrays alone say how they are sharded."""
+def test_gradient_on_an_explicit_mesh_keeps_the_sharding(layout, spec):
+    """No mesh is set around the `jit`: the sharding comes from the arrays."""
     mesh = jax.make_mesh((2, 4), ("data", "ring"), axis_types=(AxisType.Explicit,) * 2)
     host = np.random.default_rng(0).standard_normal((2, 2, 24, 3), np.float32)
     x, weights = (jax.device_put(rows, NamedSharding(mesh, spec)) for rows in host)
     stored, whole = NamedSharding(mesh, PartitionSpec("data", "ring")), NamedSharding(mesh, PartitionSpec("data"))
 
-    def there(x, weights):
+    def stored_sum(x, weights):
         return (jax.reshard(to_layout(x, layout, 4), stored) * jax.reshard(weights, stored)).sum()
 
-    def back(weights, x):
+    def ordered_sum(weights, x):
         return (from_layout(weights, layout, 4) * jax.reshard(x, whole)).sum()
 
-    gradients = jax.jit(jax.grad(there))(x, weights), jax.jit(jax.grad(back))(weights, x)
+    gradients = jax.jit(jax.grad(stored_sum))(x, weights), jax.jit(jax.grad(ordered_sum))(weights, x)
     assert all(g.sharding.is_equivalent_to(x.sharding, 3) for g in gradients)
-    np.testing.assert_array_equal(gradients[0], from_layout(host[1], layout, 4))
-    np.testing.assert_array_equal(gradients[1], to_layout(host[0], layout, 4))
+    chex.assert_trees_all_equal(gradients, (from_layout(host[1], layout, 4), to_layout(host[0], layout, 4)))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_transforms(layout):
+def test_jit_vmap_and_jvp_equal_plain_calls(layout):
     x = jax.random.normal(jax.random.key(0), (2, 13, 3))
     expected = to_layout(x, layout, 3)
     np.testing.assert_array_equal(jax.jit(to_layout, static_argnums=(1, 2))(x, layout, 3), expected)
@@ -158,14 +160,14 @@ def test_constants_do_not_grow_with_the_length(layout, length):
 
 @pytest.mark.parametrize("ring_size", [2, 8])
 @pytest.mark.parametrize("function", [to_layout, from_layout])
-def test_a_sharded_sequence_is_never_whole_on_a_device(function, ring_size):
+def test_no_device_gathers_a_sharded_sequence(function, ring_size):
     mesh = jax.make_mesh((ring_size,), ("ring",), axis_types=(AxisType.Auto,))
     sharding = NamedSharding(mesh, PartitionSpec(None, "ring"))
     x = jax.ShapeDtypeStruct((1, 4096, 64), jnp.float32, sharding=sharding)
     compiled = jax.jit(lambda x: function(x, "zigzag", ring_size), out_shardings=sharding).lower(x).compile()
     assert "all-gather" not in compiled.as_text()
     shard_bytes = 4096 * 64 * 4 // ring_size
-    # three shards at most: what arrives, what is sent on, what is put together
+    # at most three shards: one received, one sent, one assembled
     assert compiled.memory_analysis().temp_size_in_bytes <= 3.1 * shard_bytes
 
 
@@ -200,12 +202,12 @@ X = np.zeros((2, 12, 3))
         (lambda: positions("zigzag", 0, 2), "`stored_length` must be at least 1, got 0."),
     ],
 )
-def test_errors(call, text):
+def test_invalid_arguments_raise_and_name_the_argument(call, text):
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         call()
 
 
-def test_pads_to_a_given_length():
+def test_to_layout_pads_to_a_given_length():
     stored = to_layout(np.arange(5), "zigzag", 2, axis=0, fill=-1, length=12)
     assert stored.tolist() == [0, 1, 2, -1, -1, -1, 3, 4, -1, -1, -1, -1]
     assert from_layout(stored, "zigzag", 2, axis=0, length=5).tolist() == list(range(5))

@@ -1,4 +1,4 @@
-"""The plan as data: where branches run, what is counted, how it reads."""
+"""The plan: where branches run, bytes, flops, memory, advice and its printed table."""
 
 import json
 
@@ -14,7 +14,7 @@ SHAPE = {"seq_len": 65536, "num_heads": 8, "head_dim": 64}
 
 
 @pytest.mark.parametrize(
-    ("layout", "ring_size", "groups"),
+    ("layout", "ring_size", "ring_devices"),
     [
         ("contiguous", 2, [1, 1, 2]),
         ("contiguous", 8, [1, 1, 8]),
@@ -24,15 +24,15 @@ SHAPE = {"seq_len": 65536, "num_heads": 8, "head_dim": 64}
         ("zigzag", 32, [2, 8, 32]),
     ],
 )
-def test_segments_share_as_few_devices_as_they_span(layout, ring_size, groups):
+def test_segments_share_only_the_devices_they_span(layout, ring_size, ring_devices):
     plan = rj.plan(PATTERN, **SHAPE, ring_size=ring_size, layout=layout, strategy="ring")
-    assert [b.group for b in plan.branches] == groups
-    assert [b.where for b in plan.branches] == ["local" if g == 1 else "ring" for g in groups]
-    assert [b.hops for b in plan.branches] == [g - 1 for g in groups]
+    assert [b.group for b in plan.branches] == ring_devices
+    assert [b.where for b in plan.branches] == ["local" if n == 1 else "ring" for n in ring_devices]
+    assert [b.hops for b in plan.branches] == [n - 1 for n in ring_devices]
     assert all(b.is_aligned and not b.advice for b in plan.branches)
 
 
-def test_bytes_by_hand():
+def test_sent_bytes_equal_a_calculation_by_hand():
     plan = rj.plan(PATTERN, **SHAPE, ring_size=8, dtype="bfloat16")
     branch = plan.branches[2]
     keys = 2 * (65536 // 8 // 16) * 8 * 64 * 2  # k and v, rows, heads, dim, bfloat16
@@ -45,22 +45,29 @@ def test_bytes_by_hand():
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("lengths", "rates"), [((16, 48), (1, 4)), ((7, 29, 48), (2, 3, 5))])
-def test_flops_are_those_of_the_definition(layout, is_causal, lengths, rates):
-    case = Case(length=48, batch=1, kv_heads=3, segment_lengths=lengths, dilation_rates=rates, is_causal=is_causal)
+@pytest.mark.parametrize(("segment_lengths", "dilation_rates"), [((16, 48), (1, 4)), ((7, 29, 48), (2, 3, 5))])
+def test_flops_of_each_device_equal_the_definition(layout, is_causal, segment_lengths, dilation_rates):
+    case = Case(
+        length=48,
+        batch=1,
+        kv_heads=3,
+        segment_lengths=segment_lengths,
+        dilation_rates=dilation_rates,
+        is_causal=is_causal,
+    )
     plan = rj.plan(case.pattern, seq_len=48, num_heads=3, head_dim=8, ring_size=4, layout=layout, is_causal=is_causal)
-    seen = count_matrix(case)[0].sum(axis=(0, 2))  # keys that each query position sees
+    attended = count_matrix(case)[0].sum(axis=(0, 2))  # number of keys to which each query position attends
     owner = np.asarray(rj.positions(layout, 48, 4)).reshape(4, 12)
-    assert list(plan.flops) == [4 * 8 * seen[positions].sum() for positions in owner]
+    assert list(plan.flops) == [4 * 8 * attended[positions].sum() for positions in owner]
 
 
-def test_zigzag_balances_causal_work():
+def test_zigzag_balances_causal_flops():
     uneven, even = (rj.plan(PATTERN, **SHAPE, ring_size=8, is_causal=True, layout=x) for x in ("contiguous", "zigzag"))
     assert uneven.branches[2].balance > 1.8
     assert even.balance == pytest.approx(1, abs=1e-3)
 
 
-def test_short_messages_are_gathered_where_memory_allows():
+def test_short_messages_are_gathered_if_the_memory_budget_allows():
     shape = {"seq_len": 4096, "num_heads": 4, "head_dim": 32, "ring_size": 8}
     pattern = rj.DilationPattern((4096,), (4,))
     assert rj.plan(pattern, **shape).branches[0].where == "gather"
@@ -69,7 +76,7 @@ def test_short_messages_are_gathered_where_memory_allows():
     assert rj.plan(pattern, **shape, memory_budget=tight).branches[0].where == "ring"
 
 
-def test_advice_names_the_rule():
+def test_advice_names_the_alignment_rule_that_is_broken():
     plan = rj.plan(rj.DilationPattern((2048, 12288), (1, 6)), seq_len=12288, num_heads=8, head_dim=64, ring_size=8)
     assert [b.is_aligned for b in plan.branches] == [False, True]
     assert "segments of 2048 must consist of whole chunks of 1536" in plan.branches[0].advice
@@ -77,7 +84,7 @@ def test_advice_names_the_rule():
     assert (rate.group, rate.advice) == (4, "chunks of 2048 must be a multiple of the rate 6")
 
 
-def test_padding_to_the_aligned_length_is_fast():
+def test_padding_to_the_aligned_length_aligns_every_branch():
     shape = {"seq_len": 100_000, "num_heads": 8, "head_dim": 64, "ring_size": 8, "layout": "zigzag"}
     pattern = rj.DilationPattern((2048, 100_000), (1, 16))
     slow = rj.plan(pattern, **shape)
@@ -89,7 +96,7 @@ def test_padding_to_the_aligned_length_is_fast():
     assert fast.request.has_ids
 
 
-def test_plan_is_memoized_hashable_and_plain():
+def test_plan_is_cached_hashable_and_serializable():
     rj.pattern_cache_clear()
     first, second = (rj.plan(PATTERN, **SHAPE, ring_size=8) for _ in range(2))
     assert first is second
@@ -100,7 +107,7 @@ def test_plan_is_memoized_hashable_and_plain():
     assert data["branches"][2]["forward_bytes"] == first.branches[2].sent(first.branches[2].forward)
 
 
-def test_table_shows_what_matters():
+def test_table_shows_lengths_branches_balance_and_advice():
     text = str(rj.plan(PATTERN, **{**SHAPE, "seq_len": 65000}, ring_size=8, is_causal=True))
     assert all(len(line) <= 120 for line in text.splitlines())
     for word in ("65,000 tokens", "2048/1", "ring (by position)", "balance", "zigzag", "must consist of whole chunks"):
@@ -122,7 +129,7 @@ def test_table_shows_what_matters():
         ({"memory_budget": 1000}, "`memory_budget` must be at least"),
     ],
 )
-def test_errors(keywords, text):
+def test_invalid_values_raise_and_name_the_argument(keywords, text):
     with pytest.raises(ValueError, match="must") as caught:
         rj.plan(PATTERN, **{**SHAPE, "ring_size": 4, **keywords})
     assert text in str(caught.value)
@@ -136,13 +143,13 @@ def test_errors(keywords, text):
         ({"memory_budget": "1GB"}, "`memory_budget` must be an integer, got '1GB'."),
     ],
 )
-def test_wrong_types(keywords, text):
+def test_invalid_types_raise_and_name_the_argument(keywords, text):
     with pytest.raises(ValueError, match="must") as caught:
         rj.plan(**{"pattern": PATTERN, **SHAPE, "ring_size": 4, **keywords})
     assert str(caught.value) == text
 
 
-def test_forced_gather_does_not_give_way_to_the_budget():
+def test_forced_gather_beyond_the_memory_budget_raises():
     shape = {"seq_len": 4096, "num_heads": 4, "head_dim": 32, "ring_size": 8}
     pattern = rj.DilationPattern((4096,), (4,))
     tight = rj.plan(pattern, **shape, strategy="ring").gradient_memory
@@ -150,27 +157,27 @@ def test_forced_gather_does_not_give_way_to_the_budget():
         rj.plan(pattern, **shape, strategy="gather", memory_budget=tight)
 
 
-def test_ring_of_one_has_one_layout():
+def test_layout_does_not_matter_on_one_device():
     plan = rj.plan(rj.DilationPattern((11,), (1,)), seq_len=45, num_heads=1, head_dim=2, ring_size=1, layout="zigzag")
     assert plan.flops == (4 * 2 * (4 * 11 * 11 + 1),)
     assert "11/1" in str(plan)
 
 
-def test_table_says_when_heads_leave_residues_out():
+def test_table_shows_when_heads_skip_residues():
     text = str(rj.plan(rj.DilationPattern((64,), (4,)), seq_len=64, num_heads=2, head_dim=8, ring_size=2))
     assert "64/4: the heads use 2 of 4 residues." in text
 
 
-def test_plan_says_where_kernels_apply():
+def test_plan_shows_why_kernels_do_not_apply():
     pattern = rj.DilationPattern((512, 4096), (1, 512))
     options = {"seq_len": 4096, "num_heads": 4, "head_dim": 64, "ring_size": 2}
-    made = rj.plan(pattern, **options, dtype=jnp.float16)
-    tpu, gpu = ([b.kernels[target] for b in made.branches] for target in ("tpu", "gpu"))
+    plan = rj.plan(pattern, **options, dtype=jnp.float16)
+    tpu, gpu = ([b.kernels[target] for b in plan.branches] for target in ("tpu", "gpu"))
     few = "the gpu kernels take at least 16 selected rows per segment or chunk, not 4"
     assert gpu == ["pallas", few]
     assert set(tpu) == {"the tpu kernels take bfloat16, float32, not float16"}
-    assert made.to_dict()["branches"][1]["kernels"]["gpu"] == few
-    text = " ".join(str(made).split())
+    assert plan.to_dict()["branches"][1]["kernels"]["gpu"] == few
+    text = " ".join(str(plan).split())
     assert f"On gpu, plain XLA computes 4096/512: {few}." in text
     assert "On tpu, plain XLA computes 512/1, 4096/512: the tpu kernels take bfloat16" in text
     assert "plain XLA" not in str(rj.plan(rj.DilationPattern((512, 4096), (1, 8)), **options, dtype=jnp.bfloat16))

@@ -1,4 +1,4 @@
-"""What can be counted in the compiled program: memory and size."""
+"""Memory and size of the compiled program."""
 
 import functools
 import math
@@ -12,13 +12,11 @@ from cases import IMPLEMENTATIONS, QUICK
 import ringjax as rj
 
 PATTERN = rj.DilationPattern((512, 2048, 8192), (1, 4, 16))
-
-
 BOTH = pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 
 
-def lowered_gradient(length, is_causal, implementation, heads=8, dim=64, pattern=PATTERN):
-    x = jax.ShapeDtypeStruct((1, length, heads, dim), jnp.float32)
+def lowered_gradient(*, length, is_causal, implementation, pattern=PATTERN):
+    x = jax.ShapeDtypeStruct((1, length, 8, 64), jnp.float32)
     attention = functools.partial(
         rj.dilated_attention, pattern=pattern, is_causal=is_causal, implementation=implementation
     )
@@ -26,8 +24,8 @@ def lowered_gradient(length, is_causal, implementation, heads=8, dim=64, pattern
     return f.lower(x, x, x), 3 * math.prod(x.shape) * 4
 
 
-def compiled_gradient(*given, **options):
-    lowered, inputs = lowered_gradient(*given, **options)
+def compiled_gradient(**options):
+    lowered, inputs = lowered_gradient(**options)
     return lowered.compile(QUICK), inputs
 
 
@@ -38,8 +36,8 @@ def temporaries(compiled) -> int:
 @BOTH
 @pytest.mark.parametrize("is_causal", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gradient_memory_is_linear_and_small(is_causal, implementation):
-    small, _ = compiled_gradient(8192, is_causal, implementation)
-    large, inputs = compiled_gradient(32768, is_causal, implementation)
+    small, _ = compiled_gradient(length=8192, is_causal=is_causal, implementation=implementation)
+    large, inputs = compiled_gradient(length=32768, is_causal=is_causal, implementation=implementation)
     assert temporaries(large) <= 2.5 * inputs
     assert math.log(temporaries(large) / temporaries(small)) / math.log(4) <= 1.05
 
@@ -50,16 +48,17 @@ def test_gradient_memory_is_linear_and_small(is_causal, implementation):
     [(16385, PATTERN), (32768, rj.DilationPattern.longnet()), (4096, rj.DilationPattern((16,), (1 << 40,)))],
     ids=["length", "rates", "rate beyond segment"],
 )
-def test_gradient_memory_is_small_where_nothing_divides(length, pattern, implementation):
-    compiled, inputs = compiled_gradient(length, False, implementation, pattern=pattern)
+def test_gradient_memory_is_small_when_nothing_divides_evenly(length, pattern, implementation):
+    compiled, inputs = compiled_gradient(length=length, is_causal=False, implementation=implementation, pattern=pattern)
     assert temporaries(compiled) <= 2.5 * inputs
 
 
 @BOTH
-@pytest.mark.parametrize("made", [lowered_gradient, pytest.param(compiled_gradient, marks=pytest.mark.slow)])
-def test_program_does_not_grow_with_the_length(made, implementation):
+@pytest.mark.parametrize("stage", [lowered_gradient, pytest.param(compiled_gradient, marks=pytest.mark.slow)])
+def test_program_size_does_not_grow_with_the_length(stage, implementation):
     pattern = rj.DilationPattern.geometric(2048, 32768, 16)
-    sizes = [len(made(length, True, implementation, pattern=pattern)[0].as_text()) for length in (65536, 1048576)]
+    options = {"is_causal": True, "implementation": implementation, "pattern": pattern}
+    sizes = [len(stage(length=length, **options)[0].as_text()) for length in (65536, 1048576)]
     assert max(sizes) <= 1.2 * min(sizes)
 
 
@@ -76,9 +75,9 @@ def test_no_constant_grows_with_the_length(implementation):
 @BOTH
 @pytest.mark.slow
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_gradient_memory_at_full_size(is_causal, implementation):
+def test_gradient_memory_is_linear_and_small_at_full_size(is_causal, implementation):
     pattern = rj.DilationPattern((2048, 8192, 32768), (1, 4, 8))
-    made = (compiled_gradient(n, is_causal, implementation, pattern=pattern) for n in (16384, 65536))
-    (small, _), (large, inputs) = made
+    options = {"is_causal": is_causal, "implementation": implementation, "pattern": pattern}
+    (small, _), (large, inputs) = (compiled_gradient(length=length, **options) for length in (16384, 65536))
     assert temporaries(large) <= 2.5 * inputs
     assert math.log(temporaries(large) / temporaries(small)) / math.log(4) <= 1.05

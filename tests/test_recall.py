@@ -1,4 +1,4 @@
-"""The recall example in small: what is asked, who can know it, and that a model learns it."""
+"""The recall example at a small size: its task, which patterns can solve it, and a model that learns it."""
 
 import functools
 import importlib.util
@@ -20,7 +20,7 @@ def recall():
     path = pathlib.Path(__file__).parent.parent / "examples" / "recall.py"
     spec = importlib.util.spec_from_file_location("recall_example", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for their types
+    sys.modules[spec.name] = module  # dataclasses look up their types here
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
@@ -28,26 +28,26 @@ def recall():
 
 @pytest.fixture(scope="module")
 def small(recall):
-    """A task, and sequences of it."""
+    """Returns a task and sequences drawn from it."""
     task = recall.Task(**SMALL)
     return task, np.asarray(jax.jit(task.sequences, static_argnums=1)(jax.random.key(0), 32))
 
 
 @functools.partial(jax.jit, static_argnames=("pattern", "length"))
-def read(pattern, length):
-    """Share of each position (column) in what a position (row) reads where all scores are equal, by the oracle."""
-    nothing = jnp.zeros((1, length, 8, length))
-    marks = jnp.broadcast_to(jnp.eye(length)[None, :, None], nothing.shape)
-    return rj.reference_attention(nothing, nothing, marks, pattern, is_causal=True)[0].mean(1)
+def attention_weights(pattern, length):
+    """Returns the weight of each key position (column) for each query (row) of the oracle if all scores are equal."""
+    zeros = jnp.zeros((1, length, 8, length))
+    unit_vectors = jnp.broadcast_to(jnp.eye(length)[None, :, None], zeros.shape)
+    return rj.reference_attention(zeros, zeros, unit_vectors, pattern, is_causal=True)[0].mean(1)
 
 
-def sources(pattern, length, layers):
-    """Which positions (column) a position (row) can know of after this many layers."""
-    sees = (np.asarray(read(pattern, length)) > 0) | np.eye(length, dtype=bool)  # each layer adds to its input
-    return np.linalg.matrix_power(sees.astype(float), layers) > 0
+def reachable(pattern, length, num_layers):
+    """Returns the positions (columns) that influence each position (row) after this many layers."""
+    one_layer = (np.asarray(attention_weights(pattern, length)) > 0) | np.eye(length, dtype=bool)  # residual connection
+    return np.linalg.matrix_power(one_layer.astype(float), num_layers) > 0
 
 
-def test_the_answer_stands_exactly_so_far_back_and_nowhere_nearer(recall, small):
+def test_the_answer_is_exactly_the_given_distance_back_and_no_nearer(recall, small):
     task, tokens = small
     assert tokens.shape == (32, task.length)
     starts = set()
@@ -57,31 +57,30 @@ def test_the_answer_stands_exactly_so_far_back_and_nowhere_nearer(recall, small)
         assert (asked == letters[-recall.RATE :] + task.distance).all()
         assert (row[letters].reshape(task.copies, -1) == row[letters[-recall.RATE :]]).all()
         starts.add(asked[0])
-    assert len(starts) > 8  # it moves
+    assert len(starts) > 8  # the question moves
 
 
 @pytest.mark.parametrize("reaches", [True, False])
-def test_only_the_long_segment_can_know(recall, small, reaches):
+def test_only_the_long_segment_reaches_the_answer(recall, small, reaches):
     task, tokens = small
-    reach = sources(task.pattern(reaches=reaches), task.length, layers=2)
+    reach = reachable(task.pattern(reaches=reaches), task.length, num_layers=2)
     for row in tokens:
-        known = reach[row == recall.QUESTION][:, row < recall.LETTERS]
-        assert known.any(1).all() if reaches else not known.any()
+        connected = reach[row == recall.QUESTION][:, row < recall.LETTERS]
+        assert connected.any(1).all() if reaches else not connected.any()
 
 
-def test_a_model_that_reaches_recalls(recall, small):
+def test_a_model_that_reaches_the_answer_learns_it(recall, small):
     task, _ = small
     whole = task.pattern(reaches=True)
-    pattern = rj.DilationPattern(
-        whole.segment_lengths[1:], whole.dilation_rates[1:]
-    )  # the long branch: compiles sooner
-    with jax.numpy_dtype_promotion("standard"):  # as optax needs
+    # only the long branch, which compiles faster
+    pattern = rj.DilationPattern(whole.segment_lengths[1:], whole.dilation_rates[1:])
+    with jax.numpy_dtype_promotion("standard"):  # optax needs it
         _, history = recall.train(task, pattern, steps=60, batch=8, chunk=10)
     assert history[0] < 0.2 and history[-1] > 0.95
 
 
 @pytest.mark.slow
-def test_reach_makes_the_difference(recall):
+def test_only_a_model_that_reaches_the_answer_beats_chance(recall):
     task = recall.Task(distance=256, copies=4)
     with jax.numpy_dtype_promotion("standard"):
         far, near = (

@@ -1,4 +1,4 @@
-"""The oracle against the definition in plain loops."""
+"""The oracle equals the definition in plain loops, and its gradients equal those of numpy."""
 
 import functools
 
@@ -12,20 +12,20 @@ import ringjax as rj
 
 CASES = [
     Case(length=12, segment_lengths=(4, 12), dilation_rates=(1, 3), kv_heads=3),
-    Case(length=13, segment_lengths=(5, 9), dilation_rates=(2, 3), rule="block", is_causal=True, group=2),
+    Case(length=13, segment_lengths=(5, 9), dilation_rates=(2, 3), rule="block", is_causal=True, q_per_kv=2),
     Case(length=11, segment_lengths=(4, 20), dilation_rates=(5, 2), rule="none", ids=True, scale=0.3),
     Case(length=14, segment_lengths=(4, 6, 7), dilation_rates=(1, 2, 3), rule="grouped", kv_heads=5, is_causal=True),
     Case(length=12, segment_lengths=(4, 8), dilation_rates=(1, 2), rule="detached", seq_len=9, ids=True),
 ]
 
 
-def by_hand(case: Case) -> np.ndarray:
+def in_plain_loops(case: Case) -> np.ndarray:
     q, k, v, _ = (np.asarray(x, np.float64) for x in case.arrays(np.float64))
-    scale = case.dim**-0.5 if case.scale is None else case.scale
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
     count = count_matrix(case)
     out = np.zeros_like(q)
-    for b, n, p in np.ndindex(case.batch, case.kv_heads * case.group, case.length):
-        h = n // case.group
+    for b, n, p in np.ndindex(case.batch, case.kv_heads * case.q_per_kv, case.length):
+        h = n // case.q_per_kv
         weights = count[b, h, p] * np.exp(scale * k[b, :, h] @ q[b, p, n])
         if weights.sum() > 0:
             out[b, p, n] = weights @ v[b, :, h] / weights.sum()
@@ -33,7 +33,7 @@ def by_hand(case: Case) -> np.ndarray:
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.rule)
-def test_reference_is_the_definition(case):
+def test_reference_equals_the_definition(case):
     with jax.enable_x64(True):
         q, k, v, _ = case.arrays(np.float64)
         rows = [3, 0, case.length - 1]
@@ -44,13 +44,13 @@ def test_reference_is_the_definition(case):
             return oracle(), oracle(rows=rows)
 
         out, some = both(q, k, v)
-        assert error(out, by_hand(case)) < 1e-14
+        assert error(out, in_plain_loops(case)) < 1e-14
         assert error(some, np.asarray(out)[:, rows]) < 1e-15
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.rule)
-def test_gradients_are_those_of_numpy(case):
-    """And so `by_definition`, in which nothing is compiled, may stand for the oracle."""
+def test_reference_and_gradients_equal_numpy(case):
+    """Other tests use `by_definition`, which compiles nothing, in place of the oracle."""
     with jax.enable_x64(True):
         arrays = case.arrays(np.float64)
         found = run(rj.reference_attention, arrays, case.pattern, compiler_options=QUICK, **case.keywords())
@@ -59,17 +59,17 @@ def test_gradients_are_those_of_numpy(case):
             assert error(x, y) < 1e-14, name
 
 
-def test_detached_mixing_holds_the_branch_weights_constant():
+def test_detached_mixing_treats_branch_weights_as_constants():
     case = Case(length=12, segment_lengths=(4, 12), dilation_rates=(1, 2), kv_heads=1, batch=1)
     with jax.enable_x64(True):
         q, k, v, g = case.arrays(np.float64)
 
         def branch(q, k, v, w, r):
             p = jnp.arange(12)
-            seen = (p[:, None] // w == p[None] // w) & ((p % w % r)[:, None] == 0) & ((p % w % r)[None] == 0)
-            scores = jnp.where(seen, q[0, :, 0] @ k[0, :, 0].T * case.dim**-0.5, -1e30)
-            total = jnp.where(seen, jnp.exp(scores), 0).sum(1, keepdims=True)
-            weights = jnp.where(seen, jnp.exp(scores), 0) / jnp.where(total > 0, total, 1)
+            attended = (p[:, None] // w == p[None] // w) & ((p % w % r)[:, None] == 0) & ((p % w % r)[None] == 0)
+            scores = jnp.where(attended, q[0, :, 0] @ k[0, :, 0].T * case.head_dim**-0.5, -1e30)
+            total = jnp.where(attended, jnp.exp(scores), 0).sum(1, keepdims=True)
+            weights = jnp.where(attended, jnp.exp(scores), 0) / jnp.where(total > 0, total, 1)
             return weights @ v[0, :, 0], total
 
         @functools.partial(jax.jit, compiler_options=QUICK)
@@ -82,11 +82,11 @@ def test_detached_mixing_holds_the_branch_weights_constant():
 
             return jax.vjp(frozen, q, k, v)[1](g[0, :, 0])
 
-        right = expected(q, k, v, g)
+        reference = expected(q, k, v, g)
         detached, exact = (
             run(rj.reference_attention, (q, k, v, g), case.pattern, compiler_options=QUICK)
             for case in (case._replace(rule="detached"), case)
         )
-        for x, y in zip(detached[1:], right, strict=True):
+        for x, y in zip(detached[1:], reference, strict=True):
             assert error(x, y) < 1e-14
-        assert error(exact[1], right[0]) > 1e-3
+        assert error(exact[1], reference[0]) > 1e-3

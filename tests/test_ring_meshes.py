@@ -1,4 +1,4 @@
-"""Rings among other mesh axes, of either kind, ambient, and inside a user's own `shard_map`."""
+"""Rings on meshes with other axes, automatic and explicit, ambient, and inside a user's own `shard_map`."""
 
 import functools
 
@@ -10,7 +10,7 @@ from cases import (
     NAMES,
     QUICK,
     Case,
-    assert_stored_equals_oracle,
+    assert_sharded_equals_oracle,
     error,
     ring_mesh,
     stored_on,
@@ -25,10 +25,12 @@ import ringjax as rj
 SLOW = pytest.mark.slow
 ALL = ("data", "ring", "tensor")
 SHARED = {"batch_axis": "data", "head_axis": "tensor"}
-# the offsets of four heads differ, so those of the wrong heads would show
-CASE = Case(64, kv_heads=4, group=2, segment_lengths=(16, 64), dilation_rates=(4, 4), is_causal=True, ids=True)
+# the offsets of the four heads differ, so using those of the wrong heads would fail
+CASE = Case(
+    length=64, kv_heads=4, q_per_kv=2, segment_lengths=(16, 64), dilation_rates=(4, 4), is_causal=True, ids=True
+)
 
-ON_RING = CASE._replace(segment_lengths=(64,), dilation_rates=(4,))  # compiles sooner
+ON_RING = CASE._replace(segment_lengths=(64,), dilation_rates=(4,))  # compiles faster
 
 
 def explicit_mesh(*sizes, names=("ring",)):
@@ -44,60 +46,65 @@ def explicit_mesh(*sizes, names=("ring",)):
     ("case", "layout"),
     [
         (CASE, "zigzag"),
-        # heads of the second device select nothing at all, on the device and on the ring
-        (Case(64, kv_heads=4, segment_lengths=(2, 3), dilation_rates=(5, 5)), "contiguous"),
+        # the heads of the second device select no rows, neither locally nor on the ring
+        (Case(length=64, kv_heads=4, segment_lengths=(2, 3), dilation_rates=(5, 5)), "contiguous"),
         # the rate does not divide the segment, and the length is padded
-        (Case(57, kv_heads=4, segment_lengths=(14,), dilation_rates=(3,), rule="block", is_causal=True), "zigzag"),
+        (
+            Case(length=57, kv_heads=4, segment_lengths=(14,), dilation_rates=(3,), rule="block", is_causal=True),
+            "zigzag",
+        ),
     ],
     ids=["mod", "heads without rows", "unaligned"],
 )
-def test_data_ring_and_tensor(case, layout):
-    assert_stored_equals_oracle(case, rj.Ring(ring_mesh(2, 2, 2, names=ALL), layout=layout, **SHARED))
+def test_batch_and_heads_over_other_axes_equal_oracle(case, layout):
+    assert_sharded_equals_oracle(case, rj.Ring(ring_mesh(2, 2, 2, names=ALL), layout=layout, **SHARED))
 
 
 @SLOW
 @pytest.mark.parametrize("strategy", ["ring", "gather"])
 @pytest.mark.parametrize("rule", ["mod", "block", "none", "detached"])
-@pytest.mark.parametrize("rates", [(3, 5), (7, 2)])
-def test_data_ring_and_tensor_long(strategy, rule, rates):
-    case = Case(90, kv_heads=4, segment_lengths=(5, 90), dilation_rates=rates, rule=rule, is_causal=True)
+@pytest.mark.parametrize("dilation_rates", [(3, 5), (7, 2)])
+def test_many_patterns_on_three_axes_equal_oracle(strategy, rule, dilation_rates):
+    case = Case(
+        length=90, kv_heads=4, segment_lengths=(5, 90), dilation_rates=dilation_rates, rule=rule, is_causal=True
+    )
     ring = rj.Ring(ring_mesh(2, 2, 2, names=ALL), layout="zigzag", strategy=strategy, **SHARED)
-    assert_stored_equals_oracle(case, ring)
+    assert_sharded_equals_oracle(case, ring)
 
 
 @pytest.mark.parametrize("case", [ON_RING, pytest.param(CASE, marks=SLOW)], ids=["one branch", "two branches"])
-def test_explicit_axes(case):
+def test_explicit_axes_equal_oracle(case):
     mesh = explicit_mesh(2, 2, 2, names=ALL)
-    assert_stored_equals_oracle(case, rj.Ring(mesh, layout="zigzag", **SHARED))
+    assert_sharded_equals_oracle(case, rj.Ring(mesh, layout="zigzag", **SHARED))
 
 
 @pytest.mark.parametrize("make_mesh", [ring_mesh, explicit_mesh])
-def test_ambient_mesh(make_mesh):
+def test_ambient_mesh_equals_oracle(make_mesh):
     mesh = make_mesh(4)
-    case = Case(64, segment_lengths=(64,), dilation_rates=(2,))
+    case = Case(length=64, segment_lengths=(64,), dilation_rates=(2,))
     with jax.set_mesh(mesh):
-        assert_stored_equals_oracle(case, rj.Ring(strategy="ring"), mesh)
+        assert_sharded_equals_oracle(case, rj.Ring(strategy="ring"), mesh)
 
 
 @pytest.mark.parametrize("make_mesh", [ring_mesh, pytest.param(explicit_mesh, marks=SLOW)])
-def test_ring_over_two_axes(make_mesh):
+def test_ring_over_two_axes_equals_oracle(make_mesh):
     ring = rj.Ring(make_mesh(2, 3, names=("a", "b")), axis_name=("a", "b"), layout="zigzag", strategy="ring")
-    assert_stored_equals_oracle(Case(72, segment_lengths=(72,), dilation_rates=(2,), is_causal=True), ring)
+    assert_sharded_equals_oracle(Case(length=72, segment_lengths=(72,), dilation_rates=(2,), is_causal=True), ring)
 
 
-def test_axes_as_a_list():
+def test_axis_names_may_be_a_list():
     assert rj.Ring(axis_name=["a", "b"]) == rj.Ring(axis_name=("a", "b"))
 
 
 @pytest.mark.parametrize("make_mesh", [ring_mesh, pytest.param(explicit_mesh, marks=SLOW)])
-def test_ring_of_one_among_other_axes(make_mesh):
+def test_ring_of_one_device_beside_other_axes_equals_oracle(make_mesh):
     ring = rj.Ring(make_mesh(2, 1, 2, names=ALL), layout="zigzag", **SHARED)
-    case = Case(45, kv_heads=4, segment_lengths=(8, 45), dilation_rates=(4, 5), ids=True)
-    assert_stored_equals_oracle(case._replace(length=46, seq_len=45), ring)
+    case = Case(length=45, kv_heads=4, segment_lengths=(8, 45), dilation_rates=(4, 5), ids=True)
+    assert_sharded_equals_oracle(case._replace(length=46, seq_len=45), ring)
 
 
 @pytest.mark.parametrize("make_mesh", [ring_mesh, explicit_mesh])
-def test_ring_of_one_is_no_ring(make_mesh):
+def test_ring_of_one_device_compiles_the_program_of_one_device(make_mesh):
     q, k, v, g = CASE.arrays(np.float32)
     ring = rj.Ring(make_mesh(1), layout="zigzag")
     on_ring, alone = (
@@ -109,7 +116,7 @@ def test_ring_of_one_is_no_ring(make_mesh):
 
 
 def in_shard_map(ring, **options):
-    """`ring_dilated_attention` in a `shard_map` of this file; the gradient is taken around it."""
+    """Returns `ring_dilated_attention` inside a `shard_map`; gradients are taken outside it."""
 
     def attention(q, k, v, pattern, *, segment_ids=None, **keywords):
         def local(q, k, v, ids):
@@ -132,15 +139,19 @@ def in_shard_map(ring, **options):
         pytest.param(explicit_mesh, CASE, marks=SLOW),
     ],
 )
-def test_own_shard_map(make_mesh, case):
+def test_ring_inside_a_shard_map_equals_oracle(make_mesh, case):
     ring = rj.Ring(make_mesh(2, 2, 2, names=ALL), layout="zigzag", **SHARED)
-    assert_stored_equals_oracle(case, ring, attention=in_shard_map(ring, head_axis="tensor"))
+    assert_sharded_equals_oracle(case, ring, attention=in_shard_map(ring, head_axis="tensor"))
 
 
-@pytest.mark.parametrize("segments", [(64,), pytest.param((16, 64), marks=SLOW)], ids=["one branch", "two branches"])
-def test_gradient_inside_own_shard_map(segments):
-    """Of a weight that all devices share, and of keys that the batch shares: sums over devices come of themselves."""
-    case = Case(64, segment_lengths=segments, dilation_rates=(1, 2)[-len(segments) :], is_causal=True)
+@pytest.mark.parametrize(
+    ("segment_lengths", "dilation_rates"),
+    [((64,), (2,)), pytest.param((16, 64), (1, 2), marks=SLOW)],
+    ids=["one branch", "two branches"],
+)
+def test_gradients_inside_a_shard_map_are_summed_over_devices(segment_lengths, dilation_rates):
+    """A weight shared by all devices, and keys shared by the batch."""
+    case = Case(length=64, segment_lengths=segment_lengths, dilation_rates=dilation_rates, is_causal=True)
     ring = rj.Ring(ring_mesh(2, 4, names=("data", "ring")), batch_axis="data", layout="zigzag")
     attend = functools.partial(rj.ring_dilated_attention, pattern=case.pattern, is_causal=True)
 
@@ -179,8 +190,8 @@ def test_gradient_inside_own_shard_map(segments):
 
 
 @SLOW
-def test_ring_inside_a_scan_over_layers():
-    case = Case(64, segment_lengths=(64,), dilation_rates=(1,), is_causal=True)
+def test_ring_inside_a_scan_over_layers_equals_oracle():
+    case = Case(length=64, segment_lengths=(64,), dilation_rates=(1,), is_causal=True)
     ring = rj.Ring(ring_mesh(4), layout="zigzag")
 
     def layers(attention):
@@ -195,9 +206,9 @@ def test_ring_inside_a_scan_over_layers():
     )
     with jax.enable_x64(True):
         stored = [stored_on(ring, ring.mesh, x) for x in case.arrays(np.float64)]
-        got, right = ours(*stored), oracle(*case.arrays(np.float64))
+        got, reference = ours(*stored), oracle(*case.arrays(np.float64))
         ordered = [np.asarray(rj.from_layout(np.asarray(x), "zigzag", 4)) for x in got]
-    for name, x, y, z in zip(NAMES, got, ordered, right, strict=True):
+    for name, x, y, z in zip(NAMES, got, ordered, reference, strict=True):
         assert x.sharding.is_equivalent_to(stored[0].sharding, 4), name
         assert error(y, z) <= 1e-10, name
 
@@ -207,30 +218,30 @@ def test_ring_inside_a_scan_over_layers():
     [rj.DilationPattern((2,), (5,)), rj.DilationPattern((2, 8), (1, 2), heads="grouped")],
     ids=["heads without rows", "grouped"],
 )
-def test_head_axis_of_one_device(pattern):
+def test_head_axis_of_one_device_equals_oracle(pattern):
     q, k, v = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, 8, 4, 2)), jnp.float32)
     ring = rj.Ring(ring_mesh(2, 1, names=("ring", "tensor")), head_axis="tensor")
-    found, right = (
+    found, expected = (
         jax.jit(lambda *x, f=f: f(*x, pattern), compiler_options=QUICK)(q, k, v)
         for f in (functools.partial(rj.dilated_attention, ring=ring), rj.reference_attention)
     )
-    assert error(found, right) <= 2e-6
+    assert error(found, expected) <= 2e-6
 
 
-def test_ring_of_one_zigzag_with_an_odd_length_and_small_ids():
+def test_zigzag_ring_of_one_device_takes_an_odd_length_and_uint8_ids():
     q, k, v = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 9, 2, 4)), jnp.float32)
     ids = jnp.array([[0] * 4 + [1] * 5] * 2, jnp.uint8)
     pattern = rj.DilationPattern((4, 9), (1, 2))
     keywords = {"seq_len": 7, "segment_ids": ids}
     ring = rj.Ring(ring_mesh(2, 1, names=("data", "ring")), batch_axis="data", layout="zigzag")
-    found, right = (
+    found, expected = (
         jax.jit(lambda *x, f=f: f(*x, pattern, **keywords), compiler_options=QUICK)(q, k, v)
         for f in (functools.partial(rj.dilated_attention, ring=ring), rj.reference_attention)
     )
-    assert error(found, right) <= 2e-6
+    assert error(found, expected) <= 2e-6
 
 
-def test_mixed_mesh_and_layout_of_sharded_arrays():
+def test_mesh_of_automatic_and_explicit_axes_equals_oracle():
     kinds = (jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit)
     mesh = jax.make_mesh((2, 2), ("data", "ring"), axis_types=kinds)
     pattern = rj.DilationPattern((4, 16), (1, 2))
@@ -244,7 +255,7 @@ def test_mixed_mesh_and_layout_of_sharded_arrays():
 
 
 def test_ring_of_one_device_takes_arrays_of_its_explicit_mesh():
-    """As on a laptop, where `jax.make_mesh` has one device and explicit axes."""
+    """`jax.make_mesh` on a machine with a single device returns such a mesh."""
     mesh = explicit_mesh(1)
     case = Case(length=64, segment_lengths=(64,), dilation_rates=(4,), is_causal=True, ids=True, seq_len=60)
-    assert_stored_equals_oracle(case, rj.Ring(mesh, layout="zigzag"), mesh)
+    assert_sharded_equals_oracle(case, rj.Ring(mesh, layout="zigzag"), mesh)

@@ -1,4 +1,4 @@
-"""Rotary positions and xPos against their definitions."""
+"""Rotary positions and xPos equal their definitions."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +13,7 @@ def random(*shape, seed=0) -> np.ndarray:
 
 
 def rotated(x, positions):
-    """The definition of rotary positions, with angles in float64."""
+    """Applies the definition of rotary positions, with angles in float64."""
     half = x.shape[-1] // 2
     angles = np.asarray(positions, np.float64)[..., None] * 10_000.0 ** (-np.arange(half) / half)
     cos, sin = (f(angles).astype(x.dtype).reshape(1, -1, 1, half) for f in (np.cos, np.sin))
@@ -22,7 +22,7 @@ def rotated(x, positions):
     return join([a * cos - b * sin, a * sin + b * cos], axis=-1)
 
 
-def test_rotary_equals_its_definition_and_is_relative_far_out():
+def test_rotary_equals_its_definition_and_is_relative_at_large_positions():
     x = random(1, 64, 2, 16)
     near = np.arange(64)
     assert error(rotary(x, near), rotated(x.astype(np.float64), near)) <= 1e-6
@@ -32,20 +32,20 @@ def test_rotary_equals_its_definition_and_is_relative_far_out():
     assert rotary(x.astype(jnp.bfloat16), near).dtype == jnp.bfloat16
 
 
-def test_xpos_fades_with_the_distance():
+def test_xpos_scores_decay_with_the_distance_as_defined():
     q, k = random(1, 64, 2, 16), random(1, 64, 2, 16, seed=1)
     at, zeta = np.arange(64) * 1000, (np.arange(8) / 8 + 0.4) / 1.4
     qx, kx = xpos(q, k, at, length=65_536)
     got = np.einsum("btnh,bsnh->bnts", np.float64(qx), np.float64(kx))
     pair = lambda x: (y := np.asarray(rotated(x.astype(np.float64), at)))[..., :8] + 1j * y[..., 8:]  # noqa: E731
-    fade = zeta ** ((at[:, None, None] - at[None, :, None]) / 512)
-    wanted = np.einsum("btni,bsni,tsi->bnts", pair(q), pair(k).conj(), fade).real
+    decay = zeta ** ((at[:, None, None] - at[None, :, None]) / 512)
+    wanted = np.einsum("btni,bsni,tsi->bnts", pair(q), pair(k).conj(), decay).real
     causal = np.tril(np.ones((64, 64), bool))
     assert error(got[..., causal], wanted[..., causal]) <= 1e-5
     assert np.isfinite(qx).all() and np.isfinite(kx).all()
 
 
-def test_xpos_is_refused_where_its_scales_do_not_fit():
+def test_xpos_beyond_the_range_of_its_dtype_raises():
     q = np.zeros((1, 16, 2, 4), np.float32)
     with pytest.raises(ValueError, match=r"`length` must be at most 65536 for xPos, .*got 65537"):
         xpos(q, q, np.arange(16), length=65_537)

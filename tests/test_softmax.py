@@ -1,3 +1,5 @@
+"""Merging partial softmax results keeps full precision."""
+
 import functools
 
 import jax
@@ -7,7 +9,6 @@ import pytest
 from cases import (
     IMPLEMENTATIONS,
     NAMES,
-    NARROW,
     QUICK,
     Case,
     assert_equals_oracle,
@@ -33,30 +34,41 @@ def test_merging_equal_outputs_changes_nothing():
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_a_large_output_of_no_weight_costs_no_exactness(swapped):
+def test_merging_a_large_output_of_tiny_weight_loses_no_precision(swapped):
     large, small = partial([1e4, 1e4, 1e4], [1e-30, 0.0, 1e-12]), partial([1e-3, 1e-3, 1e-3], [1.0, 1.0, 1.0])
     out = softmax.merge(*((small, large) if swapped else (large, small))).out
     np.testing.assert_allclose(np.asarray(out)[:, 0], [1e-3, 1e-3, 1e-3 + 1e-8], rtol=3e-7)  # a few roundings
 
 
 @pytest.mark.parametrize("ring_size", [1, 2])
-def test_a_key_that_every_branch_sees_costs_no_exactness(ring_size):
+def test_a_key_in_every_branch_loses_no_precision(ring_size):
     ones = (1, 1, 1, 1)
-    case = Case(length=22, batch=1, kv_heads=1, group=1, dim=8, segment_lengths=ones, dilation_rates=ones, scale=-1.5)
-    assert_equals_oracle(case, [NARROW], on_ring(rj.Ring(ring_mesh(ring_size))))  # query and key have no gradient
+    case = Case(
+        length=22, batch=1, kv_heads=1, q_per_kv=1, head_dim=8, segment_lengths=ones, dilation_rates=ones, scale=-1.5
+    )
+    assert_equals_oracle(case, "float32", on_ring(rj.Ring(ring_mesh(ring_size))))  # dq and dk are 0
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("rule", ["mod", "detached", "grouped"])
-def test_a_query_with_one_key_has_no_gradient(implementation, rule):
-    """Whatever the scores and values are: the gradient of a score is the difference of two equal sums."""
-    case = Case(200, 2, 2, 2, 64, segment_lengths=(1,) * 4, dilation_rates=(1,) * 4, rule=rule)
+def test_a_query_with_one_key_has_a_gradient_of_exactly_zero(implementation, rule):
+    """The gradient of its score is the difference of two equal sums."""
+    case = Case(
+        length=200,
+        batch=2,
+        kv_heads=2,
+        q_per_kv=2,
+        head_dim=64,
+        segment_lengths=(1,) * 4,
+        dilation_rates=(1,) * 4,
+        rule=rule,
+    )
     arrays = case.arrays(np.float32)
     _, dq, dk, _ = run(rj.dilated_attention, arrays, case.pattern, implementation=implementation)
     assert not np.asarray(dq).any() and not np.asarray(dk).any()
 
 
-NAN_CASE = Case(length=12, batch=1, kv_heads=1, group=2, dim=4, segment_lengths=(6, 12), dilation_rates=(1, 2))
+NAN_CASE = Case(length=12, batch=1, kv_heads=1, q_per_kv=2, head_dim=4, segment_lengths=(6, 12), dilation_rates=(1, 2))
 
 
 def with_nan(which: str, position: int):
@@ -94,7 +106,7 @@ def test_nan_reaches_everything_that_depends_on_it(implementation):
 @pytest.mark.parametrize("implementation", ["interpret_tpu", "interpret_gpu"])
 @pytest.mark.parametrize("which", ["query", "key", "value"])
 def test_nan_reaches_everything_that_depends_on_it_in_kernels(which, implementation):
-    case = NAN_CASE._replace(length=64, dim=16, segment_lengths=(32, 64), group=1)
+    case = NAN_CASE._replace(length=64, head_dim=16, segment_lengths=(32, 64), q_per_kv=1)
     arrays = [np.array(x) for x in case.arrays(np.float32)]
     arrays[("query", "key", "value").index(which)][0, 4, 0, 0] = np.nan
     ours = run(rj.dilated_attention, arrays, case.pattern, implementation=implementation)

@@ -1,4 +1,4 @@
-"""Weights of torchscale's LongNet: a plain forward pass of its layers, on its names, equals our model."""
+"""Converted torchscale weights give the outputs of a plain forward pass of torchscale's layers."""
 
 import math
 
@@ -18,7 +18,7 @@ TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, (BATCH, LENGTH)).astyp
 
 
 def state_dict(prefix="decoder.", *, subln=True, xpos=True, tokens=True, head=True):
-    """Weights with the names and shapes of torchscale."""
+    """Returns weights with the names and shapes of torchscale."""
     linears = {f"self_attn.{name}_proj": (FEATURES, FEATURES) for name in "qkv"}
     linears |= {
         "self_attn.out_proj": (FEATURES, FEATURES),
@@ -54,17 +54,17 @@ def linear(w, name, x):
 
 
 def xpos(x, zeta, is_key):
-    """Neighbouring dimensions turn together, and grow or fade with the position: (B, T, N, H)."""
+    """Rotates adjacent dimensions of (B, T, N, H) and scales them with the position."""
     at = np.arange(LENGTH)[:, None]
     angle = at * 10_000.0 ** (-np.arange(DIM // 2) / (DIM // 2))
     scale = zeta ** ((at - LENGTH // 2) / 512)
     scale = 1 / scale if is_key else scale
-    turned = (x[..., ::2] + 1j * x[..., 1::2]) * (scale * np.exp(1j * angle))[None, :, None, :]
-    return np.stack([turned.real, turned.imag], axis=-1).reshape(x.shape)
+    rotated = (x[..., ::2] + 1j * x[..., 1::2]) * (scale * np.exp(1j * angle))[None, :, None, :]
+    return np.stack([rotated.real, rotated.imag], axis=-1).reshape(x.shape)
 
 
 def forward(state, prefix, x, *, is_causal):
-    """All layers of torchscale and the norm after them, in float64."""
+    """Computes all layers of torchscale and the final norm in float64."""
     w = {name.removeprefix(prefix): np.asarray(value, np.float64) for name, value in state.items()}
     for i in range(LAYERS):
         name = f"layers.{i}."
@@ -107,8 +107,8 @@ def test_decoder_gives_the_logits_of_torchscale(is_tied):
     assert isinstance(model, LongNetDecoder) and model.config.tie_embeddings == is_tied
     assert (model.config.positions, model.config.pattern) == ("xpos", PATTERN)
     x = state["decoder.embed_tokens.weight"][TOKENS].astype(np.float64)
-    right = forward(state, "decoder.", x, is_causal=True) @ state["decoder.output_projection.weight"].T
-    assert error(run(model, TOKENS), right) <= 2e-6
+    expected = forward(state, "decoder.", x, is_causal=True) @ state["decoder.output_projection.weight"].T
+    assert error(run(model, TOKENS), expected) <= 2e-6
 
 
 @pytest.mark.parametrize("subln", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -143,6 +143,6 @@ def without(name):
         ),
     ],
 )
-def test_errors_list_the_names(call, text):
+def test_unsuitable_weights_raise_and_list_the_names(call, text):
     with pytest.raises(ValueError, match=text):
         call()
