@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringjax as rj
-from ringjax._src.aot.compile import ENVIRONMENT, Workload, rehearse
+from ringjax._src.aot.compile import ENVIRONMENT, Workload, compile_for
 from ringjax._src.aot.schedule import Schedule, schedule
 from ringjax._src.aot.targets import CudaTarget, Target, target_named
 
@@ -145,7 +145,7 @@ def measure(row: Row, implementation: str | None, with_options: bool) -> Row:
     with tempfile.TemporaryDirectory() as folder:
         dump_to = folder if isinstance(target, CudaTarget) else None
         try:
-            compiled, row.seconds = rehearse(target, workload, row.part == "gradient", dump_to)
+            compiled, row.seconds = compile_for(target, workload, row.part == "gradient", dump_to)
         except Exception as error:
             row.error = " ".join(str(error).split())[:2000]
             return row

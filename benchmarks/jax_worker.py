@@ -33,7 +33,7 @@ def with_grad(attention, grad: bool):
 
 
 def make_pattern(case: Case) -> rj.DilationPattern:
-    return rj.DilationPattern(case.segment_lengths, case.dilation_rates, heads="grouped" if case.split_heads else "all")
+    return rj.DilationPattern(case.segment_lengths, case.dilation_rates, heads="split" if case.split_heads else "all")
 
 
 class Placement:

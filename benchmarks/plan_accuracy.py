@@ -1,8 +1,8 @@
 """Compares the memory and communication predicted by the plan with those of compiled programs.
 
     python benchmarks/plan_accuracy.py cpu --json cpu.json        # in any environment
-    python benchmarks/plan_accuracy.py cuda --json cuda.json      # with ringjax[rehearse-cuda] installed
-    python benchmarks/plan_accuracy.py tpu --json tpu.json        # with ringjax[rehearse-tpu] installed
+    python benchmarks/plan_accuracy.py cuda --json cuda.json      # with .[aot-cuda] installed
+    python benchmarks/plan_accuracy.py tpu --json tpu.json        # with .[aot-tpu] installed
     python benchmarks/plan_accuracy.py table cpu.json cuda.json tpu.json   # prints the table of docs/command-line.md
 
 Fails if the number of messages or their bytes differ, or if memory differs by more than 15%.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ringjax._src.aot.targets import target_named
 from ringjax._src.planning.table import bytes_text
-from ringjax.cli.aot import expected, on_target, rehearsed_apart
+from ringjax.cli.aot import expected, on_target, report_in_subprocess
 from ringjax.cli.arguments import Job
 
 LIMIT = 0.15
@@ -48,13 +48,13 @@ CASES = {
         Case("three branches", "cpu:4", job(64 * K, THREE, dim=64, dtype="float32")),
         Case("three branches", "cpu:1", job(64 * K, THREE, dim=64, dtype="float32")),
         Case("not causal, contiguous", "cpu:8", job(128 * K, THREE, dim=64, dtype="float32", **OPEN)),
-        Case("grouped queries", "cpu:8", job(128 * K, THREE, dim=64, dtype="float32", num_kv_heads=2)),
+        Case("GQA", "cpu:8", job(128 * K, THREE, dim=64, dtype="float32", num_kv_heads=2)),
         Case("dense ring", "cpu:4", job(32 * K, "T/1", dim=64, dtype="float32")),
         Case("head dim 128", "cpu:8", job(128 * K, "4K/1,T/32", dim=128, dtype="float32")),
     ],
     "cuda": [
         Case("three branches", "cuda:h100:1x1x8", job(M, THREE)),
-        Case("grouped queries", "cuda:h100:1x1x8", job(M, THREE, num_kv_heads=2)),
+        Case("GQA", "cuda:h100:1x1x8", job(M, THREE, num_kv_heads=2)),
         Case("dense ring", "cuda:a100:1x1x8", job(256 * K, "T/1")),
         Case("one million tokens", "cuda:h100:1x1x8", job(M, "2K/1,32K/8,T/64", heads=16)),
         Case("float32", "cuda:h100:1x1x8", job(512 * K, THREE, dtype="float32")),
@@ -64,7 +64,7 @@ CASES = {
         Case("local branches", "tpu:v5p:2x2x2", job(2 * M, "2K/1,64K/8")),
         Case("three branches", "tpu:v5p:2x2x2", job(2 * M, THREE)),
         Case("not causal, contiguous", "tpu:v5p:2x2x2", job(2 * M, THREE, **OPEN)),
-        Case("grouped queries", "tpu:v5p:2x2x2", job(2 * M, THREE, num_kv_heads=2)),
+        Case("GQA", "tpu:v5p:2x2x2", job(2 * M, THREE, num_kv_heads=2)),
         Case("one million tokens", "tpu:v5e:4x4", job(M, "2K/1,32K/8,T/64", heads=16)),
         Case(
             "one billion tokens",
@@ -73,18 +73,18 @@ CASES = {
             parts=("gradient",),
         ),
         Case("dense ring", "tpu:v5p:2x2x2", job(M, "T/1")),
-        Case("LongNet's five", "tpu:v6e:4x4", job(4 * M, "longnet", heads=16)),
-        Case("grouped, batch 2", "tpu:v5p:4x4x4", job(8 * M, "4K/1,T/32", heads=32, num_kv_heads=8, batch=2)),
-        Case("three on rings", "tpu:v5p:2x2x4", job(2 * M, "256K/4,1M/16,T/64", heads=16, num_kv_heads=8)),
-        Case("two on rings, grouped", "tpu:v5p:2x2x2", job(M, "256K/2,T/8", heads=16, num_kv_heads=4, **OPEN)),
-        Case("two on rings, causal", "tpu:v6e:4x4", job(2 * M, "512K/4,T/16", heads=32, num_kv_heads=8)),
+        Case("LongNet preset", "tpu:v6e:4x4", job(4 * M, "longnet", heads=16)),
+        Case("GQA, batch 2", "tpu:v5p:4x4x4", job(8 * M, "4K/1,T/32", heads=32, num_kv_heads=8, batch=2)),
+        Case("three ring branches", "tpu:v5p:2x2x4", job(2 * M, "256K/4,1M/16,T/64", heads=16, num_kv_heads=8)),
+        Case("two ring branches, GQA", "tpu:v5p:2x2x2", job(M, "256K/2,T/8", heads=16, num_kv_heads=4, **OPEN)),
+        Case("two ring branches, causal", "tpu:v6e:4x4", job(2 * M, "512K/4,T/16", heads=32, num_kv_heads=8)),
         # held out: compiled after the memory model was fitted
         Case("five, geometric", "tpu:v5p:2x2x2", job(2 * M, "2K/1,8K/2,32K/4,128K/8,T/16")),
-        Case("dense, grouped", "tpu:v6e:4x4", job(2 * M, "T/1", heads=16, num_kv_heads=4)),
+        Case("dense, GQA", "tpu:v6e:4x4", job(2 * M, "T/1", heads=16, num_kv_heads=4)),
         Case("two branches, batch 2", "tpu:v5e:4x4", job(M, "8K/2,T/16", heads=16, batch=2, **OPEN)),
-        Case("local and gathered", "tpu:v5p:4x4x4", job(8 * M, "2K/1,T/64", heads=32, strategy="gather")),
-        Case("local, two on rings", "tpu:v6e:4x4", job(2 * M, "2K/1,512K/8,T/64", heads=16)),
-        Case("three on rings, open", "tpu:v5p:2x2x4", job(2 * M, "256K/2,1M/8,T/32", heads=16, **OPEN)),
+        Case("local and all-gathered", "tpu:v5p:4x4x4", job(8 * M, "2K/1,T/64", heads=32, strategy="all_gather")),
+        Case("local, two ring branches", "tpu:v6e:4x4", job(2 * M, "2K/1,512K/8,T/64", heads=16)),
+        Case("three ring branches, not causal", "tpu:v5p:2x2x4", job(2 * M, "256K/2,1M/8,T/32", heads=16, **OPEN)),
     ],
 }
 
@@ -97,7 +97,7 @@ def measure(platform: str, path: pathlib.Path) -> list[dict]:
             known = {"about": case.about, "part": part, "job": dataclasses.asdict(case.job), "target_name": case.target}
             if any(known.items() <= row.items() for row in rows):
                 continue
-            rows.append({**rehearsed_apart(case.job, case.target, part).to_dict(), **known})
+            rows.append({**report_in_subprocess(case.job, case.target, part).to_dict(), **known})
             path.write_text(json.dumps(rows, indent=1))
             print(describe(rows[-1]), flush=True)
     return rows

@@ -1,7 +1,7 @@
-"""What the kernels of a CUDA program take of a multiprocessor: registers, spills, threads and shared memory.
+"""Resources that the kernels of a CUDA program use: registers, spills, threads and shared memory.
 
-All of it comes from the folder in which the compiler shows what it does (`rehearse(..., dump_to=...)`): the kernels as
-PTX, which `ptxas` compiles again and measures, and the list of launches.
+They are read from the compiler's dump (`compile_for(..., dump_to=...)`): the PTX of each kernel, which `ptxas` compiles
+again and measures, and the list of launches.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     python examples/train_lm.py --devices 8                       # 8 simulated CPU devices; `make train`
     python examples/train_lm.py --data 2 --ring 4 --data-path texts/ --resume
     python examples/launch_local.py --processes 2 --devices 2 -- --steps 30
-    python examples/train_lm.py --rehearse v5e:4x4 --seq-len 262144 ...    # compile for devices that are not there
+    python examples/train_lm.py --aot v5e:4x4 --seq-len 262144 ...    # compile for devices that are not there
 
 What you will want to change is in this file: the options, the model, the loss and the step. Data, devices, checkpoints
 and display are in `examples/lm/`. Many hosts, checkpoints, memory and compiler flags: docs/training.md.
@@ -26,7 +26,7 @@ import optax
 from flax import nnx
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
-from lm import data, devices, flags, rehearsal
+from lm import aot, data, devices, flags
 from lm.checkpoints import Checkpoints, is_stuck
 from lm.display import Display, complain, flush_stdout, keep_stdout_for_records, memory_line, never_fail_to_encode
 from lm.flags import RunError, UserError, above, as_user_error, at_least, at_most, flag, one_of, parse
@@ -93,7 +93,7 @@ class Config:
     sample_bytes: int = flag(200, "length of the sample; 0: none", at_least(0))
     profile: str = flag("", f"folder for a profile of {PROFILED_STEPS} steps", flags.PATH)
     compile_only: bool = flag(False, "compile the training step, say what memory it takes, and end")
-    rehearse: str = flag("", "compile for devices that are not there, such as v5e:4x4 or H100 (8 of them), and end")
+    aot: str = flag("", "compile for devices that are not there, such as v5e:4x4 or H100 (8 of them), and end")
 
 
 class State(NamedTuple):
@@ -352,8 +352,8 @@ def check_processes(config: Config) -> None:
 
 
 def run(config: Config) -> int:
-    if config.rehearse:
-        return run_on(config, *rehearsal.target_devices(config.rehearse))
+    if config.aot:
+        return run_on(config, *aot.target_devices(config.aot))
     processes = (config.distributed, config.coordinator, config.num_processes, config.process_id, config.start_timeout)
     with devices.started(config.devices, *processes):
         return run_on(config, None, jax.devices())
@@ -369,7 +369,7 @@ def run_on(config: Config, target: Any | None, there: Sequence[jax.Device]) -> i
     if target or config.compile_only:
         compiled = training.step.lower(training.wanted, training.wanted_batch).compile()
         if target:
-            return 0 if rehearsal.report(target, compiled, display.say) else 1
+            return 0 if aot.report(target, compiled, display.say) else 1
         display.say(memory_line(compiled))
         return 0
     split = devices.read_alike(lambda: data.read_documents(config.data_path, display.say))

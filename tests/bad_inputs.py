@@ -109,7 +109,7 @@ LISTS = [{4, 8}, frozenset((4, 8)), {4: 1, 8: 2}, "48", b"48", 4, None, (), (4.0
 LISTS += [(4, True), (4, 2**60), np.ones((2, 2)), [[4, 8]], (4, NAN)]
 bad("DilationPattern", pattern, segment_lengths=LISTS, dilation_rates=LISTS)
 bad("DilationPattern", pattern, segment_lengths=[(4,), (4, 8, 16)], offsets=CHOICES, heads=CHOICES, mixing=CHOICES)
-bad("DilationPattern", lambda **k: pattern(heads="grouped", **k), offsets=["block", "none"], mixing=["detached"])
+bad("DilationPattern", lambda **k: pattern(heads="split", **k), offsets=["block", "none"], mixing=["detached"])
 bad("geometric", lambda first=4, last=16, ratio=2: rj.DilationPattern.geometric(first, last, ratio), first=COUNTS)
 bad("geometric", lambda **k: rj.DilationPattern.geometric(**{"first": 4, "last": 16, "ratio": 2} | k), last=COUNTS)
 bad("geometric", lambda **k: rj.DilationPattern.geometric(**{"first": 4, "last": 16, "ratio": 2} | k), ratio=COUNTS)

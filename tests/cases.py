@@ -23,7 +23,7 @@ NAMES = ("out", "dq", "dk", "dv")
 RANDOM = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
 # Upper bounds of `error` against a float64 computation on the same inputs.
 TOLERANCE = {"float64": 1e-10, "float32": 2e-6, "bfloat16": 1e-2}
-RULES = ("mod", "block", "none", "grouped", "detached")
+RULES = ("mod", "block", "none", "split", "detached")
 
 
 class Case(NamedTuple):
@@ -36,7 +36,7 @@ class Case(NamedTuple):
     head_dim: int = 8
     segment_lengths: tuple[int, ...] = (16, 64)
     dilation_rates: tuple[int, ...] = (1, 4)
-    rule: str = "mod"  # a value of `offsets`, or `heads="grouped"`, or `mixing="detached"`
+    rule: str = "mod"  # a value of `offsets`, or `heads="split"`, or `mixing="detached"`
     is_causal: bool = False
     ids: bool = False  # whether the call passes segment ids
     seq_len: int | None = None
@@ -50,7 +50,7 @@ class Case(NamedTuple):
 
     @property
     def pattern(self) -> rj.DilationPattern:
-        keywords = {"grouped": {"heads": "grouped"}, "detached": {"mixing": "detached"}}
+        keywords = {"split": {"heads": "split"}, "detached": {"mixing": "detached"}}
         return rj.DilationPattern(
             self.segment_lengths, self.dilation_rates, **keywords.get(self.rule, {"offsets": self.rule})
         )
@@ -170,9 +170,9 @@ def attended_keys(case: Case, ids: np.ndarray | None, head: int) -> list[np.ndar
     owner = [i for i in range(num) for _ in range(case.kv_heads // num + (i < case.kv_heads % num))][head]
     branches = []
     for i, (w, r) in enumerate(zip(np.minimum(case.segment_lengths, length), case.dilation_rates, strict=True)):
-        rules = {"block": head // -(-case.kv_heads // r), "none": 0, "grouped": i % r}
+        rules = {"block": head // -(-case.kv_heads // r), "none": 0, "split": i % r}
         selected = (at < length) & (at % w % r == rules.get(case.rule, head % r))
-        selected = selected & (case.rule != "grouped" or i == owner)
+        selected = selected & (case.rule != "split" or i == owner)
         branches.append(selected[:, None] & selected & (at[:, None] // w == at // w) & visible)
     return branches
 
@@ -195,9 +195,9 @@ def by_definition(case: Case, arrays) -> tuple[np.ndarray, ...]:
         )
         total = (count * weights).sum(1, keepdims=True)
         weights /= np.where(total > 0, total, 1)
-        slope = g[b, :, n] / (len(branches) if case.rule == "grouped" else 1)
+        slope = g[b, :, n] / (len(branches) if case.rule == "split" else 1)
         combined = count * weights @ v[b, :, h]
-        out[b, :, n] = combined / (len(branches) if case.rule == "grouped" else 1)
+        out[b, :, n] = combined / (len(branches) if case.rule == "split" else 1)
         mean = (slope * combined).sum(1, keepdims=True)
         dscores = count * weights * (slope @ v[b, :, h].T - mean)
         if case.rule == "detached":  # the mixing weight of each branch is a constant
@@ -327,9 +327,9 @@ def count_matrix(case: Case) -> np.ndarray:
     for i, (w, r) in enumerate(zip(case.segment_lengths, case.dilation_rates, strict=True)):
         w = min(w, length)  # noqa: PLW2901
         for h in range(case.kv_heads):
-            if case.rule == "grouped" and owners[h] != i:
+            if case.rule == "split" and owners[h] != i:
                 continue
-            rules = {"block": h // -(-case.kv_heads // r), "none": 0, "grouped": i % r}
+            rules = {"block": h // -(-case.kv_heads // r), "none": 0, "split": i % r}
             offset = rules.get(case.rule, h % r)
             chosen = [p for p in range(length) if p % w % r == offset]
             for b, p, s in itertools.product(range(case.batch), chosen, chosen):
@@ -350,7 +350,7 @@ def naive(case: Case, dtype):
         top = jnp.maximum(scores.max(-1, keepdims=True), jnp.finfo(dtype).min)  # a row may attend to nothing
         weights = jnp.exp(scores - top)
         weights = weights / jnp.maximum(weights.sum(-1, keepdims=True), jnp.finfo(dtype).tiny)
-        weights = weights / (len(case.segment_lengths) if case.rule == "grouped" else 1)
+        weights = weights / (len(case.segment_lengths) if case.rule == "split" else 1)
         return jnp.einsum("bkgps,bskh->bpkgh", weights, v).astype(dtype).reshape(*q.shape[:2], -1, case.head_dim)
 
     return attention

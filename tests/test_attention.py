@@ -68,7 +68,7 @@ LARGE = [
             q_per_kv=5,
             segment_lengths=(700, 600),
             dilation_rates=(1, 2),
-            rule="grouped",
+            rule="split",
         ),
     ),
 ]

@@ -29,7 +29,7 @@ def tiny(case: workloads.Case, length: int = 256) -> cases.Case:
         kv_heads=small.heads,
         segment_lengths=small.segment_lengths,
         dilation_rates=small.dilation_rates,
-        rule="grouped" if small.split_heads else "mod",
+        rule="split" if small.split_heads else "mod",
         is_causal=small.causal,
     )
 

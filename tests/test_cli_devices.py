@@ -1,4 +1,4 @@
-"""`ringjax doctor`, `tune` and `rehearse` on the devices at hand."""
+"""`ringjax doctor`, `tune` and `aot` on the devices at hand."""
 
 import dataclasses
 import json
@@ -14,11 +14,11 @@ from processes import run_processes
 
 import ringjax as rj
 from ringjax._src.aot.collectives import executed
-from ringjax._src.aot.compile import Rehearsal, lowered
+from ringjax._src.aot.compile import CompiledProgram, lowered
 from ringjax._src.aot.targets import target_named
-from ringjax.cli import aot as rehearsing
+from ringjax.cli import aot as cli_aot
 from ringjax.cli import running
-from ringjax.cli.aot import rehearsed_apart
+from ringjax.cli.aot import report_in_subprocess
 from ringjax.cli.arguments import Job
 from ringjax.cli.main import main
 from ringjax.cli.tune import Trial, Tuning, load, tune
@@ -88,44 +88,44 @@ def test_hops_are_measured():
 
 def test_a_user_without_the_compiler_is_told_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for target, extra in (("tpu:v5p:2x2x2", "rehearse-tpu"), ("cuda:h100:1x1x8", "rehearse-cuda")):
-        assert main(["rehearse", "--target", target]) == 2
+    for target, extra in (("tpu:v5p:2x2x2", "aot-tpu"), ("cuda:h100:1x1x8", "aot-cuda")):
+        assert main(["aot", "--target", target]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert f"pip install '.[{extra}]' in a clone of ringjax" in line
 
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    """Rehearsals for a TPU, compiled for CPU devices instead, in this process."""
+    """Compiles for CPU devices in this process instead of for a TPU."""
 
     def compile_here(target, workload, is_gradient, dump_to=None):
         program = lowered(ring_mesh(target.devices), workload, is_gradient)
-        return Rehearsal(program.compile(compiler_options=QUICK), 1.0)
+        return CompiledProgram(program.compile(compiler_options=QUICK), 1.0)
 
-    monkeypatch.setattr(rehearsing, "rehearse", compile_here)
+    monkeypatch.setattr(cli_aot, "aot", compile_here)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
     def apart(command, *, input, **_):
         asked = json.loads(input)
-        found = rehearsing.rehearsed(Job(**asked["job"]), target_named(asked["target"]), asked["part"])
+        found = cli_aot.report_program(Job(**asked["job"]), target_named(asked["target"]), asked["part"])
         return subprocess.CompletedProcess(command, 0, stdout=json.dumps(vars(found)), stderr="")
 
-    monkeypatch.setattr(rehearsing.subprocess, "run", apart)
+    monkeypatch.setattr(cli_aot.subprocess, "run", apart)
 
 
-def test_rehearsal_beside_the_plan(on_cpu, capsys):
-    words = ["rehearse", "--target", "tpu:v5e:2x2", "--seq-len", "256", "--heads", "4", "--head-dim", "8", "--causal"]
+def test_aot_report_is_compared_with_the_plan(on_cpu, capsys):
+    words = ["aot", "--target", "tpu:v5e:2x2", "--seq-len", "256", "--heads", "4", "--head-dim", "8", "--causal"]
     words += ["--pattern", "16/1,T/8", "--dtype", "f32", "--strategy", "ring", "--pass", "forward"]
     assert main([*words, "--json"]) == 0
-    (found,) = json.loads(capsys.readouterr().out)["rehearsals"]
+    (found,) = json.loads(capsys.readouterr().out)["programs"]
     assert found["devices"] == 4
     assert found["permutes"] == found["planned_permutes"] == 3
     assert found["sent_bytes"] == found["planned_sent_bytes"] == 3 * 2 * (256 // 4 // 8) * 4 * 8 * 4
     assert found["other_collectives"] == 0
     assert found["argument_bytes"] == 3 * 256 // 4 * 4 * 8 * 4
     assert found["fits"] is True
-    fields = {field.name for field in dataclasses.fields(rehearsing.Rehearsed)}
-    text = str(rehearsing.Rehearsed(**{name: value for name, value in found.items() if name in fields}))
+    fields = {field.name for field in dataclasses.fields(cli_aot.ProgramReport)}
+    text = str(cli_aot.ProgramReport(**{name: value for name, value in found.items() if name in fields}))
     assert text.count("exact") == 2
     assert "It fits into the 16.0 GiB of a device." in text
 
@@ -134,17 +134,17 @@ def test_a_compiler_that_refuses_is_reported(on_cpu, monkeypatch, capsys):
     def refuse(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED:\n needs 168 GB of 95 GB")
 
-    monkeypatch.setattr(rehearsing, "rehearse", refuse)
-    assert main(["rehearse", "--target", "tpu:v5p:2x2x1"]) == 1
+    monkeypatch.setattr(cli_aot, "aot", refuse)
+    assert main(["aot", "--target", "tpu:v5p:2x2x1"]) == 1
     assert "no program: RESOURCE_EXHAUSTED: needs 168 GB of 95 GB" in capsys.readouterr().out
-    assert rehearsed_apart(JOB, "tpu:v5p:2x2x1", "gradient").fits is False
+    assert report_in_subprocess(JOB, "tpu:v5p:2x2x1", "gradient").fits is False
 
 
 def test_a_compiler_that_dies_is_reported(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     dead = subprocess.CompletedProcess([], 139, stdout="", stderr="Segmentation fault\n")
-    monkeypatch.setattr(rehearsing.subprocess, "run", lambda *_, **__: dead)
-    found = rehearsed_apart(JOB, "cuda:h100:1x1x2", "gradient")
+    monkeypatch.setattr(cli_aot.subprocess, "run", lambda *_, **__: dead)
+    found = report_in_subprocess(JOB, "cuda:h100:1x1x2", "gradient")
     assert (found.error, found.fits, found.planned_permutes > 0) == ("Segmentation fault", False, True)
 
 

@@ -69,8 +69,8 @@ CASES = [
     *(Bad(f"plan --memory={size}", "--memory") for size in ("''", "0", "-1GB", "80XB", "1Z", "1e400", str(2**200))),
     *(Bad(f"plan --{name} abacus", f"--{name}") for name in ("device", "dtype", "layout", "strategy", "offsets")),
     *(Bad(f"plan --{name} abacus", f"--{name}") for name in ("branch-heads", "mixing")),
-    Bad("plan --branch-heads grouped --offsets block", "--offsets"),
-    Bad("plan --branch-heads grouped --mixing detached", "--mixing"),
+    Bad("plan --branch-heads split --offsets block", "--offsets"),
+    Bad("plan --branch-heads split --mixing detached", "--mixing"),
     *(Bad(f"plan --pattern {text}", "--pattern") for text in PATTERNS),
     Bad(f"plan --pattern {','.join(['2K/1'] * 1000)}", "--pattern", "1000"),
     Bad("plan --seq-len 1G --pattern 1/1", "--pattern", "1/1"),
@@ -105,12 +105,12 @@ CASES = [
     Bad("tune --pattern 2K-1", "--pattern"),
     Bad("tune --seq-len 1G", "--seq-len", "1073741824"),
     Bad("tune --layout zigzag", "--layout"),
-    Bad("rehearse", "--target", "--target"),
-    *(Bad(f"rehearse --target {target}", "--target") for target in TARGETS),
-    Bad("rehearse --target cpu:2 --pass sideways", "--pass"),
-    Bad("rehearse --target cpu:2 --kv-heads 3", "--kv-heads"),
-    Bad("rehearse --target cpu:2 --stored-length 5", "--stored-length"),
-    Bad("rehearse --target tpu:v5e:2x2", "--target"),
+    Bad("aot", "--target", "--target"),
+    *(Bad(f"aot --target {target}", "--target") for target in TARGETS),
+    Bad("aot --target cpu:2 --pass sideways", "--pass"),
+    Bad("aot --target cpu:2 --kv-heads 3", "--kv-heads"),
+    Bad("aot --target cpu:2 --stored-length 5", "--stored-length"),
+    Bad("aot --target tpu:v5e:2x2", "--target"),
 ]
 
 
@@ -150,4 +150,4 @@ def test_bad_command_line_is_one_line_that_names_option_and_value(case, folder, 
 
 def test_table_of_bad_command_lines_is_long_and_covers_every_command():
     assert len(CASES) >= 80
-    assert {"plan", "draw", "doctor", "tune", "rehearse"} <= {case.words[0] for case in CASES if case.words}
+    assert {"plan", "draw", "doctor", "tune", "aot"} <= {case.words[0] for case in CASES if case.words}

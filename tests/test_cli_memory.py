@@ -16,8 +16,8 @@ MIB = 2**20
 REPORTED = {
     "h100, three branches, forward": 1554,
     "h100, three branches, gradient": 4102,
-    "h100, grouped queries, forward": 1188,
-    "h100, grouped queries, gradient": 2312,
+    "h100, GQA, forward": 1188,
+    "h100, GQA, gradient": 2312,
     "a100, dense ring, forward": 441,
     "a100, dense ring, gradient": 1033,
     "h100, one million tokens, forward": 3076,
@@ -32,35 +32,35 @@ REPORTED = {
     "v5p, three branches, gradient": 13194,
     "v5p, not causal, contiguous, forward": 5137,
     "v5p, not causal, contiguous, gradient": 13066,
-    "v5p, grouped queries, forward": 5249,
-    "v5p, grouped queries, gradient": 8034,
+    "v5p, GQA, forward": 5249,
+    "v5p, GQA, gradient": 8034,
     "v5e, one million tokens, forward": 2561,
     "v5e, one million tokens, gradient": 6246,
     "v5p, one billion tokens, gradient": 25811,
     "v5p, dense ring, forward": 2469,
     "v5p, dense ring, gradient": 4525,
-    "v6e, LongNet's five, forward": 9576,
-    "v6e, LongNet's five, gradient": 23061,
-    "v5p, grouped, batch 2, forward": 16897,
-    "v5p, grouped, batch 2, gradient": 29346,
-    "v5p, three on rings, forward": 5137,
-    "v5p, three on rings, gradient": 10259,
-    "v5p, two on rings, grouped, forward": 4897,
-    "v5p, two on rings, grouped, gradient": 8105,
-    "v6e, two on rings, causal, forward": 9745,
-    "v6e, two on rings, causal, gradient": 16163,
+    "v6e, LongNet preset, forward": 9576,
+    "v6e, LongNet preset, gradient": 23061,
+    "v5p, GQA, batch 2, forward": 16897,
+    "v5p, GQA, batch 2, gradient": 29346,
+    "v5p, three ring branches, forward": 5137,
+    "v5p, three ring branches, gradient": 10259,
+    "v5p, two ring branches, GQA, forward": 4897,
+    "v5p, two ring branches, GQA, gradient": 8105,
+    "v6e, two ring branches, causal, forward": 9745,
+    "v6e, two ring branches, causal, gradient": 16163,
     "v5p, five, geometric, forward": 5138,
     "v5p, five, geometric, gradient": 13067,
-    "v6e, dense, grouped, forward": 3969,
-    "v6e, dense, grouped, gradient": 6082,
+    "v6e, dense, GQA, forward": 3969,
+    "v6e, dense, GQA, gradient": 6082,
     "v5e, two branches, batch 2, forward": 5124,
     "v5e, two branches, batch 2, gradient": 9986,
-    "v5p, local and gathered, forward": 9249,
-    "v5p, local and gathered, gradient": 22609,
-    "v6e, local, two on rings, forward": 6657,
-    "v6e, local, two on rings, gradient": 12810,
-    "v5p, three on rings, open, forward": 6664,
-    "v5p, three on rings, open, gradient": 12810,
+    "v5p, local and all-gathered, forward": 9249,
+    "v5p, local and all-gathered, gradient": 22609,
+    "v6e, local, two ring branches, forward": 6657,
+    "v6e, local, two ring branches, gradient": 12810,
+    "v5p, three ring branches, not causal, forward": 6664,
+    "v5p, three ring branches, not causal, gradient": 12810,
 }
 PROGRAMS = {
     f"{case.target.split(':')[1]}, {case.about}, {part}": (case, part)
@@ -107,7 +107,7 @@ def test_gathering_takes_more_memory_than_hops():
     for platform in ("cpu", "tpu", "cuda"):
         ring, gather = (
             rj.plan(rj.DilationPattern((65536,), (4,)), **shape, strategy=strategy).memory(platform)
-            for strategy in ("ring", "gather")
+            for strategy in ("ring", "all_gather")
         )
         assert gather.forward > ring.forward, platform
         assert gather.gradient > ring.gradient, platform

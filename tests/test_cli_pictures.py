@@ -13,11 +13,11 @@ from ringjax.cli.pictures import coverage_of, mask_of, pairs_between, schedule_o
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("rule", ["mod", "block", "grouped"])
+@pytest.mark.parametrize("rule", ["mod", "block", "split"])
 def test_mask_is_that_of_the_definition(rule, is_causal):
     case = Case(length=48, batch=1, kv_heads=4, segment_lengths=(7, 16, 48), dilation_rates=(1, 3, 5), rule=rule)
     case = case._replace(is_causal=is_causal)
-    options = {"heads": "grouped"} if rule == "grouped" else {"offsets": rule}
+    options = {"heads": "split"} if rule == "split" else {"offsets": rule}
     job = Job(48, num_heads=4, pattern_text="7/1,16/3,48/5", is_causal=is_causal, **options)
     assert ((mask_of(job, 4) > 0) == (count_matrix(case)[0] > 0)).all()
 

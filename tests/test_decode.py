@@ -212,7 +212,7 @@ def test_segments_are_clipped_to_max_len():
 
 
 @pytest.mark.parametrize(
-    ("segment_length", "dilation_rate", "heads"), [(2048, 4, "all"), (32, 5, "all"), (1000, 3, "grouped")]
+    ("segment_length", "dilation_rate", "heads"), [(2048, 4, "all"), (32, 5, "all"), (1000, 3, "split")]
 )
 def test_cache_bytes_equal_the_formula_and_do_not_grow_with_the_context(segment_length, dilation_rate, heads):
     pattern = rj.DilationPattern((16, segment_length), (1, dilation_rate), heads=heads)
@@ -224,7 +224,7 @@ def test_cache_bytes_equal_the_formula_and_do_not_grow_with_the_context(segment_
     for max_len in (24, 4096, 1 << 20):
         cache = jax.eval_shape(lambda max_len=max_len: init(max_len=max_len))
         rows = [-(-min(w, max_len) // r) for w, r in ((16, 1), (segment_length, dilation_rate))]
-        heads_per_branch = kv_heads // 2 if heads == "grouped" else kv_heads
+        heads_per_branch = kv_heads // 2 if heads == "split" else kv_heads
         row_bytes = 2 * itemsize * head_dim * batch  # keys and values
         assert cache.nbytes == row_bytes * heads_per_branch * sum(rows) + 4 * batch  # and the int32 lengths
         sizes.append(cache.nbytes)
@@ -259,7 +259,7 @@ class DecodeRing(NamedTuple):
 SHARDED = {"batch_axis": "data", "head_axis": "tensor"}
 RINGS = {
     "contiguous": DecodeRing(layout="contiguous", is_default=True),
-    "zigzag, grouped": DecodeRing(layout="zigzag", rule="grouped"),
+    "zigzag, split": DecodeRing(layout="zigzag", rule="split"),
     "batch and heads sharded": DecodeRing(layout="zigzag", rule="block", other_axes=SHARDED, is_default=True),
     "explicit mesh": DecodeRing(layout="zigzag", axis_type=AxisType.Explicit),
     "all axes explicit": DecodeRing(layout="zigzag", axis_type=AxisType.Explicit, other_axes=SHARDED),
@@ -381,5 +381,5 @@ def test_invalid_arguments_raise_and_name_the_argument():
         with pytest.raises(ValueError, match=message):
             call()
     ring = rj.Ring(ring_mesh(1, 2, names=("ring", "tensor")), head_axis="tensor")
-    with pytest.raises(NotImplementedError, match=r'`heads="grouped"` does not go with a `head_axis`'):
-        cache_for(CASE._replace(rule="grouped"), np.float32, ring=ring)
+    with pytest.raises(NotImplementedError, match=r'`heads="split"` does not go with a `head_axis`'):
+        cache_for(CASE._replace(rule="split"), np.float32, ring=ring)

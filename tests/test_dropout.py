@@ -91,7 +91,7 @@ CASES = {
     "causal": BASE._replace(is_causal=True, ids=True),
     "full": BASE._replace(length=61, segment_lengths=(15, 70), dilation_rates=(2, 3), scale=0.5),
     "detached": BASE._replace(rule="detached", is_causal=True, seq_len=60),
-    "grouped": BASE._replace(rule="grouped", kv_heads=4, q_per_kv=1, ids=True),
+    "split": BASE._replace(rule="split", kv_heads=4, q_per_kv=1, ids=True),
     "several blocks": Case(
         length=2304,
         batch=1,
@@ -142,10 +142,10 @@ RINGS = {
         layout="zigzag",
     ),
     "gathered": DropoutRing(
-        BASE._replace(rule="grouped", kv_heads=4, is_causal=True),
+        BASE._replace(rule="split", kv_heads=4, is_causal=True),
         ring_size=4,
         layout="contiguous",
-        strategy="gather",
+        strategy="all_gather",
     ),
     "detached": DropoutRing(BASE._replace(rule="detached", is_causal=True), ring_size=8, layout="contiguous"),
     "queries move": DropoutRing(

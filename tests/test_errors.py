@@ -67,12 +67,12 @@ BAD_PATTERNS = {
     "float": (((4.0, 8), (1, 2)), {}, r"`segment_lengths\[0\]` must be an integer, got 4.0"),
     "number": ((4, 1), {}, r"`segment_lengths` must be a list of integers, got 4"),
     "offsets": (((4,), (1,)), {"offsets": "odd"}, r"`offsets` must be one of \('mod', 'block', 'none'\), got 'odd'"),
-    "heads": (((4,), (1,)), {"heads": "some"}, r"`heads` must be one of \('all', 'grouped'\), got 'some'"),
+    "heads": (((4,), (1,)), {"heads": "some"}, r"`heads` must be one of \('all', 'split'\), got 'some'"),
     "mixing": (((4,), (1,)), {"mixing": "soft"}, r"`mixing` must be one of \('exact', 'detached'\), got 'soft'"),
-    "grouped offsets": (((4,), (1,)), {"heads": "grouped", "offsets": "block"}, r"`offsets` must be .mod. .*'block'"),
-    "grouped mixing": (
+    "split heads offsets": (((4,), (1,)), {"heads": "split", "offsets": "block"}, r"`offsets` must be .mod. .*'block'"),
+    "split heads mixing": (
         ((4,), (1,)),
-        {"heads": "grouped", "mixing": "detached"},
+        {"heads": "split", "mixing": "detached"},
         r"`mixing` must be .exact. .*'detached'",
     ),
 }

@@ -77,7 +77,7 @@ CASES = {
         length=320, head_dim=128, segment_lengths=(320,), dilation_rates=(2,), rule="block", seq_len=301
     ),
     "head dim 256": one_entry(
-        length=200, head_dim=256, segment_lengths=(100, 200), dilation_rates=(1, 2), rule="grouped"
+        length=200, head_dim=256, segment_lengths=(100, 200), dilation_rates=(1, 2), rule="split"
     ),
 }
 
@@ -144,7 +144,7 @@ RINGS = {
     "not causal, gathered": KernelRing(
         one_entry(length=1024, kv_heads=4, head_dim=32, segment_lengths=(128, 1024), dilation_rates=(1, 4)),
         layout="zigzag",
-        strategy="gather",
+        strategy="all_gather",
     ),
 }
 

@@ -49,7 +49,7 @@ def test_offsets_of_heads():
     assert P((8,), (3,)).branches(5)[0].offsets == (0, 1, 2, 0, 1)
     assert P((8,), (3,), offsets="block").branches(5)[0].offsets == (0, 0, 1, 1, 2)
     assert P((8,), (3,), offsets="none").branches(5)[0].offsets == (0,) * 5
-    first, second = P((8, 8), (3, 3), heads="grouped").branches(5)
+    first, second = P((8, 8), (3, 3), heads="split").branches(5)
     assert (first.first_head, first.num_heads, first.offsets) == (0, 3, (0, 0, 0))
     assert (second.first_head, second.num_heads, second.offsets) == (3, 2, (1, 1))
 
@@ -71,7 +71,7 @@ def brute_force(pattern, heads, length):
 
 
 @pytest.mark.filterwarnings("ignore:Branch")
-@pytest.mark.parametrize("keywords", [{}, {"offsets": "block"}, {"offsets": "none"}, {"heads": "grouped"}])
+@pytest.mark.parametrize("keywords", [{}, {"offsets": "block"}, {"offsets": "none"}, {"heads": "split"}])
 @pytest.mark.parametrize(("heads", "length"), [(1, 12), (4, 40), (6, 37)])
 def test_coverage(keywords, heads, length):
     pattern = P((6, 11, 40), (2, 5, 9), **keywords)

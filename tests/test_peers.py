@@ -70,7 +70,7 @@ def test_all_meet_whatever_else_connects(address):
 
     with pytest.MonkeyPatch.context() as patch:
         plain = peers._Meeting.gather
-        patch.setattr(peers._Meeting, "gather", lambda self, deadline: (strangers(), plain(self, deadline))[1])
+        patch.setattr(peers._Meeting, "all_gather", lambda self, deadline: (strangers(), plain(self, deadline))[1])
         first.meet(5)
     all_three.join()
     assert results == [None, None]

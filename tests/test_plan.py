@@ -39,8 +39,8 @@ def test_sent_bytes_equal_a_calculation_by_hand():
     assert branch.sent(branch.forward) == 7 * keys
     queries = 7 * keys + 8 * keys + 7 * (2 * 512 * 8 * 4)  # q and dout; dq in float32; lse and delta
     assert (branch.moves, branch.sent(branch.backward)) == ("queries", queries)
-    grouped = rj.plan(PATTERN, **SHAPE, num_kv_heads=2, ring_size=8, dtype="bfloat16", strategy="ring").branches[2]
-    assert (grouped.moves, grouped.sent(grouped.forward)) == ("keys", 7 * keys // 4)
+    gqa = rj.plan(PATTERN, **SHAPE, num_kv_heads=2, ring_size=8, dtype="bfloat16", strategy="ring").branches[2]
+    assert (gqa.moves, gqa.sent(gqa.forward)) == ("keys", 7 * keys // 4)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -70,7 +70,7 @@ def test_zigzag_balances_causal_flops():
 def test_short_messages_are_gathered_if_the_memory_budget_allows():
     shape = {"seq_len": 4096, "num_heads": 4, "head_dim": 32, "ring_size": 8}
     pattern = rj.DilationPattern((4096,), (4,))
-    assert rj.plan(pattern, **shape).branches[0].where == "gather"
+    assert rj.plan(pattern, **shape).branches[0].where == "all_gather"
     assert rj.plan(pattern, **shape, strategy="ring").branches[0].where == "ring"
     tight = rj.plan(pattern, **shape, strategy="ring").gradient_memory
     assert rj.plan(pattern, **shape, memory_budget=tight).branches[0].where == "ring"
@@ -119,7 +119,7 @@ def test_table_shows_lengths_branches_balance_and_advice():
     [
         ({"ring_size": 0}, "`ring_size` must be at least 1, got 0."),
         ({"layout": "spiral"}, "`layout` must be one of ('contiguous', 'zigzag'), got 'spiral'."),
-        ({"strategy": "guess"}, "`strategy` must be one of ('auto', 'ring', 'gather'), got 'guess'."),
+        ({"strategy": "guess"}, "`strategy` must be one of ('auto', 'ring', 'all_gather'), got 'guess'."),
         ({"num_kv_heads": 3}, "`num_heads` must be a multiple of `num_kv_heads`, got 8 and 3."),
         (
             {"head_shards": 3},
@@ -154,7 +154,7 @@ def test_forced_gather_beyond_the_memory_budget_raises():
     pattern = rj.DilationPattern((4096,), (4,))
     tight = rj.plan(pattern, **shape, strategy="ring").gradient_memory
     with pytest.raises(ValueError, match="with strategy='ring'"):
-        rj.plan(pattern, **shape, strategy="gather", memory_budget=tight)
+        rj.plan(pattern, **shape, strategy="all_gather", memory_budget=tight)
 
 
 def test_layout_does_not_matter_on_one_device():

@@ -16,11 +16,11 @@ SLOW = pytest.mark.slow
     ("dtype", "is_causal", "rule", "compiler_options"),
     [
         ("bfloat16", True, "mod", None),  # as users compile
-        ("bfloat16", False, "grouped", QUICK),
+        ("bfloat16", False, "split", QUICK),
         ("float16", False, "mod", QUICK),
         pytest.param("bfloat16", False, "mod", QUICK, marks=SLOW),
         pytest.param("float16", True, "mod", QUICK, marks=SLOW),
-        pytest.param("float16", False, "grouped", QUICK, marks=SLOW),
+        pytest.param("float16", False, "split", QUICK, marks=SLOW),
     ],
 )
 def test_low_precision_error_is_at_most_twice_that_of_the_naive_computation(dtype, is_causal, rule, compiler_options):

@@ -14,7 +14,7 @@ CASES = [
     Case(length=12, segment_lengths=(4, 12), dilation_rates=(1, 3), kv_heads=3),
     Case(length=13, segment_lengths=(5, 9), dilation_rates=(2, 3), rule="block", is_causal=True, q_per_kv=2),
     Case(length=11, segment_lengths=(4, 20), dilation_rates=(5, 2), rule="none", ids=True, scale=0.3),
-    Case(length=14, segment_lengths=(4, 6, 7), dilation_rates=(1, 2, 3), rule="grouped", kv_heads=5, is_causal=True),
+    Case(length=14, segment_lengths=(4, 6, 7), dilation_rates=(1, 2, 3), rule="split", kv_heads=5, is_causal=True),
     Case(length=12, segment_lengths=(4, 8), dilation_rates=(1, 2), rule="detached", seq_len=9, ids=True),
 ]
 
@@ -29,7 +29,7 @@ def in_plain_loops(case: Case) -> np.ndarray:
         weights = count[b, h, p] * np.exp(scale * k[b, :, h] @ q[b, p, n])
         if weights.sum() > 0:
             out[b, p, n] = weights @ v[b, :, h] / weights.sum()
-    return out / len(case.segment_lengths) if case.rule == "grouped" else out
+    return out / len(case.segment_lengths) if case.rule == "split" else out
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.rule)

@@ -35,7 +35,7 @@ PLAN = importlib.import_module("ringjax._src.planning.plan")  # the attribute of
 
 SLOW = pytest.mark.slow
 LAYOUTS = ("contiguous", "zigzag")
-STRATEGIES = ("auto", "ring", "gather")
+STRATEGIES = ("auto", "ring", "all_gather")
 
 
 class RingCase(NamedTuple):
@@ -128,9 +128,9 @@ def test_ring_of_one_device_equals_oracle(layout):
 
 EMPTY = {
     "more branches than heads": Case(
-        length=32, kv_heads=1, segment_lengths=(8, 32), dilation_rates=(1, 2), rule="grouped"
+        length=32, kv_heads=1, segment_lengths=(8, 32), dilation_rates=(1, 2), rule="split"
     ),
-    "an offset beyond the segment": Case(length=30, segment_lengths=(32, 1), dilation_rates=(1, 2), rule="grouped"),
+    "an offset beyond the segment": Case(length=30, segment_lengths=(32, 1), dilation_rates=(1, 2), rule="split"),
 }
 
 
@@ -138,8 +138,8 @@ EMPTY = {
     ("name", "strategy"),
     [
         ("more branches than heads", "ring"),
-        ("an offset beyond the segment", "gather"),
-        pytest.param("more branches than heads", "gather", marks=SLOW),
+        ("an offset beyond the segment", "all_gather"),
+        pytest.param("more branches than heads", "all_gather", marks=SLOW),
         pytest.param("an offset beyond the segment", "ring", marks=SLOW),
     ],
 )
@@ -201,8 +201,10 @@ PIECES = {
     "unaligned": RingCase(
         Case(length=125, q_per_kv=2, segment_lengths=(40,), dilation_rates=(3,)), layout="zigzag", strategy="ring"
     ),
-    "grouped": RingCase(
-        Case(length=120, kv_heads=4, rule="grouped", segment_lengths=(50, 120)), layout="contiguous", strategy="gather"
+    "split": RingCase(
+        Case(length=120, kv_heads=4, rule="split", segment_lengths=(50, 120)),
+        layout="contiguous",
+        strategy="all_gather",
     ),
 }
 
@@ -214,8 +216,8 @@ PIECES = {
         ("unaligned", False),
         pytest.param("detached", False, marks=SLOW),
         pytest.param("unaligned", True, marks=SLOW),
-        pytest.param("grouped", False, marks=SLOW),
-        pytest.param("grouped", True, marks=SLOW),
+        pytest.param("split", False, marks=SLOW),
+        pytest.param("split", True, marks=SLOW),
     ],
 )
 def test_messages_in_several_pieces_equal_oracle(name, is_causal, monkeypatch):

@@ -26,7 +26,7 @@ def says(text, kind=ValueError):
 
 
 AXES = "`axis_name`, `batch_axis` and `head_axis` must not share a mesh axis, got "
-STRATEGY = "`strategy` must be one of ('auto', 'ring', 'gather'), got 'all'."
+STRATEGY = "`strategy` must be one of ('auto', 'ring', 'all_gather'), got 'all'."
 LAYOUT = "`layout` must be one of ('contiguous', 'zigzag'), got 'striped'."
 BAD_RINGS = {
     "axis": ({"axis_name": "x"}, f"`axis_name` must name axes of the mesh {ALL}, got 'x'."),
@@ -116,9 +116,9 @@ def test_bad_call(name):
 
 
 def test_grouped_heads_over_devices():
-    grouped = rj.DilationPattern((4, 16), (1, 2), heads="grouped")
-    with says('`heads="grouped"` cannot run with heads sharded over a mesh axis.', NotImplementedError):
-        call(rj.Ring(ring_mesh(2, 2, 2, names=ALL), head_axis="tensor"), pattern=grouped)
+    split = rj.DilationPattern((4, 16), (1, 2), heads="split")
+    with says('`heads="split"` cannot run with heads sharded over a mesh axis.', NotImplementedError):
+        call(rj.Ring(ring_mesh(2, 2, 2, names=ALL), head_axis="tensor"), pattern=split)
 
 
 def put(mesh, *spec):

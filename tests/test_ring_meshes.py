@@ -61,7 +61,7 @@ def test_batch_and_heads_over_other_axes_equal_oracle(case, layout):
 
 
 @SLOW
-@pytest.mark.parametrize("strategy", ["ring", "gather"])
+@pytest.mark.parametrize("strategy", ["ring", "all_gather"])
 @pytest.mark.parametrize("rule", ["mod", "block", "none", "detached"])
 @pytest.mark.parametrize("dilation_rates", [(3, 5), (7, 2)])
 def test_many_patterns_on_three_axes_equal_oracle(strategy, rule, dilation_rates):
@@ -215,8 +215,8 @@ def test_ring_inside_a_scan_over_layers_equals_oracle():
 
 @pytest.mark.parametrize(
     "pattern",
-    [rj.DilationPattern((2,), (5,)), rj.DilationPattern((2, 8), (1, 2), heads="grouped")],
-    ids=["heads without rows", "grouped"],
+    [rj.DilationPattern((2,), (5,)), rj.DilationPattern((2, 8), (1, 2), heads="split")],
+    ids=["heads without rows", "split"],
 )
 def test_head_axis_of_one_device_equals_oracle(pattern):
     q, k, v = jnp.asarray(np.random.default_rng(0).standard_normal((3, 1, 8, 4, 2)), jnp.float32)
@@ -246,7 +246,7 @@ def test_mesh_of_automatic_and_explicit_axes_equals_oracle():
     mesh = jax.make_mesh((2, 2), ("data", "ring"), axis_types=kinds)
     pattern = rj.DilationPattern((4, 16), (1, 2))
     q, k, v = jnp.asarray(np.random.default_rng(0).standard_normal((3, 2, 16, 2, 4)), jnp.float32)
-    ring = rj.Ring(mesh, batch_axis="data", layout="zigzag", strategy="gather")
+    ring = rj.Ring(mesh, batch_axis="data", layout="zigzag", strategy="all_gather")
     stored = [jax.device_put(rj.to_layout(x, "zigzag", 2), NamedSharding(mesh, ring.spec())) for x in (q, k, v)]
     attention = lambda *x: rj.dilated_attention(*x, pattern, ring=ring, is_causal=True)  # noqa: E731
     out = jax.jit(attention, compiler_options=QUICK)(*stored)

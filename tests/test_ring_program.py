@@ -35,7 +35,7 @@ CASES = {
     "contiguous 4, grouped queries": RingProgram(ring_size=4, options={"is_causal": True, "q_per_kv": 4}),
     "zigzag 4, float16": RingProgram(ring_size=4, options={"layout": "zigzag", "is_causal": True, "dtype": "float16"}),
     "zigzag 8, segment ids": RingProgram(ring_size=8, options={"layout": "zigzag", "is_causal": True, "ids": True}),
-    "contiguous 8, gather": RingProgram(ring_size=8, options={"strategy": "gather"}),
+    "contiguous 8, gather": RingProgram(ring_size=8, options={"strategy": "all_gather"}),
     "unaligned 3, short segments": RingProgram(
         ring_size=3, options={"length": 258}, pattern=rj.DilationPattern((50,), (3,))
     ),

@@ -50,7 +50,7 @@ def test_a_key_in_every_branch_loses_no_precision(ring_size):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("rule", ["mod", "detached", "grouped"])
+@pytest.mark.parametrize("rule", ["mod", "detached", "split"])
 def test_a_query_with_one_key_has_a_gradient_of_exactly_zero(implementation, rule):
     """The gradient of its score is the difference of two equal sums."""
     case = Case(

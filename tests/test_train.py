@@ -157,7 +157,7 @@ def test_parameters_and_moments_are_sharded_and_drawn_alike(quick):
         ("--out {empty}/{long} --ring 1", "File name too long"),
         ("--profile {empty}/file/x --ring 1", "/file/x cannot be written to: Not a directory"),
         ("--coordinator localhost:1", "--coordinator needs --num-processes and --process-id below it, got 1 and -1"),
-        ("--rehearse v9:2x2", "`topology` must be one of"),
+        ("--aot v9:2x2", "`topology` must be one of"),
     ],
 )
 def test_mistakes_are_one_line(options, message, tmp_path, capsys, texts):

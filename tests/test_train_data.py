@@ -92,7 +92,7 @@ def test_a_device_reads_its_own_chunks_and_nothing_else(texts, monkeypatch):
     assert read == [(2 * LENGTH + 4, 2 * LENGTH + 9), (2 * LENGTH + 24, 2 * LENGTH + 29)]
     read.clear()
     data.Batches(train, LENGTH, sharding(1, 8), ("zigzag", 8), seed=None).batch(0, 1, 3)
-    assert len(read) == 3 * 15  # each chunk once for all four arrays; those of the last device are neighbours
+    assert len(read) == 3 * 15  # each chunk once for all four arrays; those of the last device are neighbors
     assert sum(stop - start for start, stop in read) == 3 * (LENGTH + 15)
 
 

@@ -24,7 +24,7 @@ from lm.flags import RunError, UserError, as_user_error
 from lm.peers import Address, Peers
 from lm.relay import relayed
 from lm.signals import end_with_launcher
-from ringjax.aot import neighbour_cycle
+from ringjax.aot import neighbor_cycle
 
 AXES = ("data", "ring", "tensor")
 _LOST_SECONDS, _SHUTDOWN_SECONDS = 40, 60  # without a sign of life; for all to end
@@ -114,7 +114,7 @@ def make_mesh(devices: Sequence[jax.Device], data: int, ring: int, tensor: int) 
         at = {tuple(device.coords): device for device in chosen}
         grid = [max(axis) + 1 for axis in zip(*at, strict=True)]
         if math.prod(grid) == needed and needed % 2 == 0:
-            chosen = [at[place] for place in neighbour_cycle(grid)]
+            chosen = [at[place] for place in neighbor_cycle(grid)]
             return Mesh(np.array(chosen).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)
     if any(device.client.runtime_type == "compile_only_runtime" for device in chosen):
         return Mesh(np.array(chosen).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)

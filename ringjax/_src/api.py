@@ -24,7 +24,7 @@ from ringjax._src.kernels.kernel import BlockSizes
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import AttentionShape, check_dropout, check_inputs, check_instance, check_positions
 from ringjax._src.vjp import Config
-from ringjax._src.vma import alike
+from ringjax._src.vma import match_vma
 
 
 def dilated_attention(
@@ -324,7 +324,7 @@ def _prepared(
         given = jnp.zeros(query.shape[:2], jnp.int32) if ids is None else ids
         inside = place.positions(query.shape[1]) < shape.length
         ids = jnp.where(inside[None, :], given, -1)
-    (query, key, value, _), ids = alike((query, key, value, lax.axis_index(place.axis_name)), ids)
+    (query, key, value, _), ids = match_vma((query, key, value, lax.axis_index(place.axis_name)), ids)
     return config, _grouped(query, key), key, value, ids, _grouped_seeds(seeds, key)
 
 

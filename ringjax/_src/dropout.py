@@ -71,7 +71,7 @@ def factors(query: Array, key: Array, rate: float, dtype: jnp.dtype) -> Array:
 
 
 def _mixed(x: Array) -> Array:
-    """A permutation of the numbers of 32 bits in which neighbours have nothing in common."""
+    """A permutation of the numbers of 32 bits in which neighbors have nothing in common."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))

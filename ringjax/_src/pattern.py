@@ -17,7 +17,7 @@ from jax import Array
 from ringjax._src.validation import MOST_HEADS, check_choice, check_int, check_ints
 
 Offsets = Literal["mod", "block", "none"]
-Heads = Literal["all", "grouped"]
+Heads = Literal["all", "split"]
 Mixing = Literal["exact", "detached"]
 
 
@@ -68,7 +68,7 @@ class DilationPattern:
         offsets: How head ``h`` of ``K`` key/value heads picks its residue: ``"mod"`` is ``h mod r``
             (the LongNet paper), ``"block"`` is ``h // ceil(K / r)`` (torchscale weights), ``"none"`` is 0.
         heads: ``"all"``: every head runs every branch, mixed by their softmax denominators.
-            ``"grouped"``: the heads are dealt out to the branches, one branch per head, and the result
+            ``"split"``: the heads are dealt out to the branches, one branch per head, and the result
             is divided by the number of branches.
         mixing: Gradient of the mixing weights: ``"exact"``, or ``"detached"`` (held constant, as torchscale does).
 
@@ -98,11 +98,11 @@ class DilationPattern:
             )
         for name, words in (("offsets", Offsets), ("heads", Heads), ("mixing", Mixing)):
             check_choice(name, getattr(self, name), get_args(words))
-        if self.heads == "grouped":
+        if self.heads == "split":
             if self.offsets != "mod":
-                raise ValueError(f'`offsets` must be "mod" with `heads="grouped"`, got {self.offsets!r}.')
+                raise ValueError(f'`offsets` must be "mod" with `heads="split"`, got {self.offsets!r}.')
             if self.mixing != "exact":
-                raise ValueError(f'`mixing` must be "exact" with `heads="grouped"`, got {self.mixing!r}.')
+                raise ValueError(f'`mixing` must be "exact" with `heads="split"`, got {self.mixing!r}.')
 
     @classmethod
     def geometric(
@@ -189,7 +189,7 @@ class DilationPattern:
         result = []
         for i, (w, r) in enumerate(zip(self.segment_lengths, self.dilation_rates, strict=True)):
             length = w if seq_len is None else min(w, seq_len)
-            if self.heads == "grouped":
+            if self.heads == "split":
                 first, count = i * share + min(i, extra), share + (i < extra)
                 result.append(Branch(length, r, first, count, (i % r,) * count))
             else:

@@ -76,7 +76,7 @@ def reference_attention(
     kept = [x * _factors(dropout_rate, dropout_rng, shape, i, p, acc) for i, x in enumerate(parts)]
     probs = sum(x / o * share for x, o, share in zip(kept, one, shares, strict=True))
     out = jnp.einsum("bkgrs,bskh->brkgh", probs, v, precision="highest")
-    out = out / len(branches) if pattern.heads == "grouped" else out
+    out = out / len(branches) if pattern.heads == "split" else out
     return out.reshape(*out.shape[:2], -1, shape.dim).astype(query.dtype)
 
 

@@ -81,7 +81,7 @@ class Config:
     @property
     def divisor(self) -> int:
         """Grouped heads share the output out among the branches."""
-        return len(self.pattern.segment_lengths) if self.pattern.heads == "grouped" else 1
+        return len(self.pattern.segment_lengths) if self.pattern.heads == "split" else 1
 
     def delta(self, dout: Array, out: Array, dtype: jnp.dtype) -> Array:
         """The delta of arrays (..., H)."""

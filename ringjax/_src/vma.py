@@ -13,7 +13,7 @@ def varying_axes(x: Array) -> frozenset[str]:
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
-def alike(arrays: Sequence[Array], ids: Array | None) -> tuple[tuple[Array, ...], Array | None]:
+def match_vma(arrays: Sequence[Array], ids: Array | None) -> tuple[tuple[Array, ...], Array | None]:
     """The arrays and ids, each made to vary over all axes over which one does; loops keep types apart that differ."""
     given = [*arrays] if ids is None else [*arrays, ids]
     axes = frozenset[str]().union(*map(varying_axes, given))

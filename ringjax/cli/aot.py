@@ -1,4 +1,4 @@
-"""`ringjax rehearse`: the real program for devices that are not there, made by their compiler, beside the plan."""
+"""`ringjax aot`: the real program for devices that are not there, made by their compiler, beside the plan."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import jax
 from rich.table import Table
 
 from ringjax._src.aot.collectives import executed
-from ringjax._src.aot.compile import ENVIRONMENT, rehearse
+from ringjax._src.aot.compile import ENVIRONMENT, compile_for
 from ringjax._src.aot.schedule import schedule
 from ringjax._src.aot.targets import CpuTarget, CudaTarget, Target, TpuTarget, target_named
 from ringjax._src.planning.plan import Plan
@@ -28,18 +28,18 @@ from ringjax.cli.errors import in_options
 from ringjax.cli.output import emit, seconds_text, table_text
 
 EXAMPLES = """examples:
-  ringjax rehearse --target cuda:h100:1x1x8 --seq-len 1M --pattern 2K/1,32K/8,T/64 --causal
-  ringjax rehearse --target tpu:v5e:4x4 --seq-len 1M --pattern 2K/1,32K/8,T/64 --causal --pass forward
-  ringjax rehearse --target tpu:v5p:16x16x16 --seq-len 1G --pattern 2K/1,128K/16,8M/128,T/1024 --causal
+  ringjax aot --target cuda:h100:1x1x8 --seq-len 1M --pattern 2K/1,32K/8,T/64 --causal
+  ringjax aot --target tpu:v5e:4x4 --seq-len 1M --pattern 2K/1,32K/8,T/64 --causal --pass forward
+  ringjax aot --target tpu:v5p:16x16x16 --seq-len 1G --pattern 2K/1,128K/16,8M/128,T/1024 --causal
 targets: tpu:v5e|v5p|v6e:GRID, cuda:a100|h100|b200:1xMACHINESxGPUS, cpu:DEVICES; no device is needed, only its compiler:
-  pip install '.[rehearse-tpu]' or '.[rehearse-cuda]' in a clone of ringjax, each in an environment of its own
+  pip install '.[aot-tpu]' or '.[aot-cuda]' in a clone of ringjax, each in an environment of its own
 """
 _TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}  # whatever the locale
 _PACKAGES = {"cpu": ("jaxlib",), "tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 
 
 @dataclasses.dataclass(frozen=True)
-class Rehearsed:
+class ProgramReport:
     """What a compiler made of an attention; None where it made nothing.
 
     Attributes:
@@ -141,7 +141,7 @@ def _add(table: Table, name: str, planned: int | None, found: int | None, shown:
     table.add_row(name, "" if planned is None else shown(planned), "" if found is None else shown(found), share)
 
 
-def rehearsed(job: Job, target: Target, part: str) -> Rehearsed:
+def report_program(job: Job, target: Target, part: str) -> ProgramReport:
     """Compiles an attention for a target, in this process, and reads what the program says.
 
     `ringjax._src.aot.compile.ENVIRONMENT` must be set before JAX starts.
@@ -149,7 +149,9 @@ def rehearsed(job: Job, target: Target, part: str) -> Rehearsed:
     planned = expected(job, target, part)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            made = rehearse(target, job.workload, part == "gradient", folder if isinstance(target, TpuTarget) else None)
+            made = compile_for(
+                target, job.workload, part == "gradient", folder if isinstance(target, TpuTarget) else None
+            )
         except Exception as error:
             return dataclasses.replace(planned, error=_first_words(str(error)))
         allocated = allocated_temporaries(pathlib.Path(folder))
@@ -187,7 +189,7 @@ def allocated_temporaries(dumped: pathlib.Path) -> int | None:
     return max((sum(map(int, each)) for each in sizes), default=None)
 
 
-def rehearsed_apart(job: Job, target_name: str, part: str) -> Rehearsed:
+def report_in_subprocess(job: Job, target_name: str, part: str) -> ProgramReport:
     """The same in a process of its own, which has the environment that compilers need and may die without harm.
 
     Raises:
@@ -199,7 +201,7 @@ def rehearsed_apart(job: Job, target_name: str, part: str) -> Rehearsed:
     if not any(importlib.util.find_spec(name) for name in packages):
         raise ModuleNotFoundError(
             f"--target {target_name} needs a compiler that is not installed: "
-            f"pip install '.[rehearse-{target.platform}]' in a clone of ringjax"
+            f"pip install '.[aot-{target.platform}]' in a clone of ringjax"
         )
     job = on_target(job, target)
     planned = expected(job, target, part)
@@ -210,16 +212,16 @@ def rehearsed_apart(job: Job, target_name: str, part: str) -> Rehearsed:
     if done.returncode:
         return dataclasses.replace(planned, error=_first_words(done.stderr[-2000:]))
     found = json.loads(done.stdout.splitlines()[-1])
-    return Rehearsed(**{**found, "kernels": tuple(found["kernels"])})
+    return ProgramReport(**{**found, "kernels": tuple(found["kernels"])})
 
 
 def work() -> None:
-    """What the process of `rehearsed_apart` does: reads what is asked, and prints what it finds."""
+    """What the process of `report_in_subprocess` does: reads what is asked, and prints what it finds."""
     asked = json.loads(sys.stdin.read())
     target = target_named(asked["target"])
     if isinstance(target, CpuTarget):
         jax.config.update("jax_num_cpu_devices", target.devices)
-    found = rehearsed(Job(**asked["job"]), target, asked["part"])
+    found = report_program(Job(**asked["job"]), target, asked["part"])
     print(json.dumps(dataclasses.asdict(found)))
 
 
@@ -229,11 +231,11 @@ def on_target(job: Job, target: Target) -> Job:
     return dataclasses.replace(job, ring_size=target.devices, device=kind)
 
 
-def expected(job: Job, target: Target, part: str) -> Rehearsed:
-    """What the plan says of a rehearsal."""
+def expected(job: Job, target: Target, part: str) -> ProgramReport:
+    """Returns what the plan predicts for a program."""
     plan = job.plan()
     memory, messages = plan.memory(job.platform), _messages(plan, part)
-    return Rehearsed(
+    return ProgramReport(
         target=_full_name(target),
         part=part,
         devices=target.devices,
@@ -264,7 +266,7 @@ def _first_words(text: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ringjax rehearse`."""
+    """The options of `ringjax aot`."""
     parser.add_argument("--target", required=True, help="such as tpu:v5p:8x8x8 or cuda:h100:1x8x8")
     parser.add_argument("--pass", dest="part", choices=("forward", "gradient", "both"), default="gradient")
     add_job_arguments(parser, seq_len="1M", ring=None)
@@ -283,11 +285,11 @@ def _check_target(name: str) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`ringjax rehearse`."""
+    """`ringjax aot`."""
     parts = ("forward", "gradient") if options.part == "both" else (options.part,)
     job = job_of(options)
     _check_target(options.target)
-    found = [rehearsed_apart(job, options.target, part) for part in parts]
-    data = {"command": "rehearse", "pattern": repr(job.pattern), "rehearsals": [x.to_dict() for x in found]}
+    found = [report_in_subprocess(job, options.target, part) for part in parts]
+    data = {"command": "aot", "pattern": repr(job.pattern), "programs": [x.to_dict() for x in found]}
     emit(options, data, "\n\n".join(map(str, found)))
     return 0 if all(x.fits for x in found) else 1

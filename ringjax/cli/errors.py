@@ -45,8 +45,8 @@ def in_options(text: str, **changes: str) -> str:
     Example:
         >>> in_options("`num_heads` must be a multiple of `num_kv_heads`, got 16 and 3.")
         '--heads must be a multiple of --kv-heads, got 16 and 3.'
-        >>> in_options('`offsets` must be "mod" with `heads="grouped"`.')
-        '--offsets must be "mod" with --branch-heads grouped.'
+        >>> in_options('`offsets` must be "mod" with `heads="split"`.')
+        '--offsets must be "mod" with --branch-heads split.'
     """
     options = {**_OPTIONS, **changes}
 

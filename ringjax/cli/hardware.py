@@ -47,7 +47,7 @@ class Device:
         return self.half_flops if dtype in ("bfloat16", "float16") else self.float_flops
 
     def hop_bandwidth(self, group: int) -> float:
-        """Bytes per second of the slowest hop in rings of `group` neighbouring devices.
+        """Bytes per second of the slowest hop in rings of `group` neighboring devices.
 
         Example:
             >>> DEVICES["h100"].hop_bandwidth(8) / 10**9, DEVICES["h100"].hop_bandwidth(16) / 10**9

@@ -18,7 +18,7 @@ from ringjax.cli.output import flush_stdout
 COMMANDS = {
     "plan": "what an attention will do on a ring: messages, memory, an estimate of time, what to mend",
     "draw": "pictures: who sees whom, what is covered, who computes what on a ring",
-    "rehearse": "the real program for devices that are not there, made by their compiler, beside the plan",
+    "aot": "the real program for devices that are not there, made by their compiler, beside the plan",
     "doctor": "versions, devices, a check against the oracle, and a short measurement",
     "tune": "measures layouts, strategies and block sizes here, and keeps the fastest in a file",
 }
@@ -28,7 +28,7 @@ def parser(command: str | None = None) -> Parser:
     """The parser; only the module of the command is imported (of all commands, if None)."""
     whole = Parser(
         prog="ringjax",
-        description="Dilated (LongNet) attention for JAX: plan, draw, rehearse, check and tune.",
+        description="Dilated (LongNet) attention for JAX: plan, draw, compile ahead of time, diagnose and tune.",
         epilog="Each command has examples: ringjax plan --help",
     )
     whole.add_argument("--version", action="version", version=f"ringjax {ringjax.__version__}")
@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except MemoryError:
         return usage_error(program, "there is not enough memory: choose a smaller --seq-len, --heads or --ring")
     except (ValueError, NotImplementedError, OSError, ModuleNotFoundError, jax.errors.JaxRuntimeError) as error:
-        changes = {"ring_size": "--target"} if name == "rehearse" else {}
+        changes = {"ring_size": "--target"} if name == "aot" else {}
         return usage_error(program, in_options(str(error), **changes))
     return code
 

@@ -117,7 +117,7 @@ def _pass_time(branch: BranchPlan, messages: tuple[Message, ...], device: Device
     memory = visits * _visit_bytes(branch, is_backward) / device.bandwidth
     link = branch.sent(messages) / device.hop_bandwidth(branch.group)
     work = max(compute, memory)
-    if branch.where == "gather":
+    if branch.where == "all_gather":
         return PassTime(compute, memory, link, work + link)  # nothing is computed before all keys are there
     hops = branch.group if is_backward else branch.group - 1
     if not hops:

@@ -84,13 +84,13 @@ def median_seconds(function: Callable[..., Any], *arguments: Any, budget: float,
 def hop_bandwidth(mesh: Mesh, message_bytes: int, budget: float, hops: int = 8) -> float:
     """Bytes per second that each device sends to the next while all of them do."""
     size = mesh.shape["ring"]
-    neighbours = [(i, (i + 1) % size) for i in range(size)]
+    neighbors = [(i, (i + 1) % size) for i in range(size)]
     spec = PartitionSpec("ring")
 
     @jax.jit
     @functools.partial(jax.shard_map, mesh=mesh, in_specs=spec, out_specs=spec)
     def rotate(x: Array) -> Array:
-        return lax.fori_loop(0, hops, lambda _, x: lax.ppermute(x, "ring", neighbours), x)
+        return lax.fori_loop(0, hops, lambda _, x: lax.ppermute(x, "ring", neighbors), x)
 
     row = np.zeros((size, message_bytes // 4), np.float32)
     message = jax.make_array_from_callback(row.shape, NamedSharding(mesh, spec), lambda index: row[index])

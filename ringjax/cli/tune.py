@@ -220,7 +220,7 @@ def _ways(job: Job) -> Iterator[tuple[str, str]]:
     """Layouts and strategies that differ in what they do."""
     seen = set()
     for layout in ("contiguous", "zigzag") if job.ring_size > 1 else ("contiguous",):
-        for strategy in ("auto", "ring", "gather") if job.ring_size > 1 else ("auto",):
+        for strategy in ("auto", "ring", "all_gather") if job.ring_size > 1 else ("auto",):
             plan = dataclasses.replace(job, layout=layout, strategy=strategy).plan()
             what = layout, tuple(branch.where for branch in plan.branches)
             if what not in seen:

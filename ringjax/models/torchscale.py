@@ -47,7 +47,7 @@ def from_torchscale(
     """A model with the weights of a torchscale `LongNetDecoder` or `LongNetEncoder`.
 
     Its pattern has torchscale's offsets (``"block"``) and mixing (``"detached"``). Sub-norms and xPos are there if the
-    state dict has them. Torchscale turns neighbouring dimensions, we turn halves: rows of the query and key projections
+    state dict has them. Torchscale turns neighboring dimensions, we turn halves: rows of the query and key projections
     change places accordingly. What a state dict does not tell is taken to be torchscale's default: gelu, norms before
     the layers, embeddings that are not scaled, a `scale_base` of 512 for xPos.
 

@@ -55,14 +55,14 @@ class Workload:
     has_segment_ids: bool = False
 
 
-class Rehearsal(NamedTuple):
+class CompiledProgram(NamedTuple):
     """A compiled program, and the seconds that compiling took."""
 
     compiled: jax.stages.Compiled
     seconds: float
 
 
-def rehearse(target: Target, workload: Workload, is_gradient: bool, dump_to: str | None = None) -> Rehearsal:
+def compile_for(target: Target, workload: Workload, is_gradient: bool, dump_to: str | None = None) -> CompiledProgram:
     """Compiles a workload for all devices of a target, as one ring.
 
     Args:
@@ -85,7 +85,7 @@ def rehearse(target: Target, workload: Workload, is_gradient: bool, dump_to: str
     if dump_to:
         options |= {"xla_dump_to": dump_to, "xla_dump_emitter_re": "ptx"}
     compiled = program.compile(compiler_options=options)
-    return Rehearsal(compiled, time.perf_counter() - begin)
+    return CompiledProgram(compiled, time.perf_counter() - begin)
 
 
 def ring_mesh(target: Target) -> Mesh:
@@ -99,14 +99,14 @@ def ring_mesh(target: Target) -> Mesh:
         return Mesh(np.array(described.devices), ("ring",))
     described = topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
     at = {_place(device, target): device for device in described.devices}
-    return Mesh(np.array([at[place] for place in neighbour_cycle(target.grid)]), ("ring",))
+    return Mesh(np.array([at[place] for place in neighbor_cycle(target.grid)]), ("ring",))
 
 
 def _place(device: Any, target: TpuTarget) -> tuple[int, ...]:  # noqa: ANN401 - devices of TPUs only have coordinates
     return tuple(device.coords[: len(target.grid)])
 
 
-def neighbour_cycle(grid: Sequence[int]) -> list[tuple[int, ...]]:
+def neighbor_cycle(grid: Sequence[int]) -> list[tuple[int, ...]]:
     """A closed walk through a grid that visits every place once and moves by one step along one axis.
 
     Args:
@@ -120,7 +120,7 @@ def neighbour_cycle(grid: Sequence[int]) -> list[tuple[int, ...]]:
         ValueError: If there is no such walk because the number of places is odd.
 
     Example:
-        >>> neighbour_cycle((2, 3))
+        >>> neighbor_cycle((2, 3))
         [(0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0)]
     """
     axes = [axis for axis, size in enumerate(grid) if size > 1]
@@ -128,7 +128,7 @@ def neighbour_cycle(grid: Sequence[int]) -> list[tuple[int, ...]]:
         places = _snake([grid[axis] for axis in axes])
     else:
         *rows, columns = (grid[axis] for axis in axes)
-        lines = _snake(rows)  # neighbours in this list are neighbours in the grid: two axes are left
+        lines = _snake(rows)  # neighbors in this list are neighbors in the grid: two axes are left
         if len(lines) % 2 == 0:
             places = [(*lines[row], column) for row, column in _cycle(len(lines), columns)]
         elif columns % 2 == 0:

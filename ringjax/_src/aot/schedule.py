@@ -59,7 +59,7 @@ Program = dict[str, list[Instruction]]
 
 @dataclasses.dataclass(frozen=True)
 class Permute:
-    """A message to a neighbour.
+    """A message to a neighbor.
 
     Attributes:
         name: Of the instruction that sends it.

@@ -69,7 +69,7 @@ class Journey:
     @property
     def circle(self) -> Circle:
         """The rings on which they travel."""
-        strategy: Strategy = "gather" if self.branch.where == "gather" else "ring"
+        strategy: Strategy = "all_gather" if self.branch.where == "all_gather" else "ring"
         return Circle(self.axis_name, self.axis_size, self.branch.group, strategy, is_uniform=not self.rows.is_aligned)
 
     def view(self, *arrays: Array) -> tuple[Array, ...]:

@@ -45,7 +45,7 @@ class Ring:
             evenly; arrays are put in order by `to_layout`.
         batch_axis: The axis over which the batch is sharded, or several, or None.
         head_axis: The axis over which the heads are sharded, or several, or None.
-        strategy: How the branches that need other devices' keys get them: ``"ring"``, hop by hop; ``"gather"``, at
+        strategy: How the branches that need other devices' keys get them: ``"ring"``, hop by hop; ``"all_gather"``, at
             once; ``"auto"``, whichever suits the branch, see `plan`.
         memory_budget: Bytes that each device has for an attention and its gradient, or None.
 

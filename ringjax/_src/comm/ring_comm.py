@@ -1,6 +1,6 @@
 """A cargo that goes round a ring of devices while each of them works on what it has: the hop schedules.
 
-`Circle` says which devices form a ring and how a cargo moves: by single hops (`"ring"`), or all at once (`"gather"`).
+`Circle` says which devices form a ring and how a cargo moves: hop by hop (`"ring"`) or at once (`"all_gather"`).
 A *visit* is what a device does with the cargo of one device. Both schedules make each device visit every cargo of its
 group exactly once, its own first.
 """
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 AxisName = str | tuple[str, ...]
-Strategy = Literal["ring", "gather"]
-StrategyName = Literal["auto", "ring", "gather"]  # what a caller may ask for
+Strategy = Literal["ring", "all_gather"]
+StrategyName = Literal["auto", "ring", "all_gather"]  # what a caller may ask for
 STRATEGIES = get_args(StrategyName)
 Tree = Any
 State = TypeVar("State")
@@ -25,7 +25,7 @@ State = TypeVar("State")
 
 @dataclasses.dataclass(frozen=True)
 class Circle:
-    """Groups of neighbouring devices on a mesh axis, each a ring of its own.
+    """Groups of neighboring devices on a mesh axis, each a ring of its own.
 
     Attributes:
         axis_name: The mesh axis, or several, taken together.
@@ -56,7 +56,7 @@ class Circle:
         first = 0 if self.is_uniform else 1
         if first:
             state = visit(state, cargo, me, True)
-        if self.strategy == "gather":
+        if self.strategy == "all_gather":
             pick = lambda state, hop: visit(state, self._picked(begun, me, hop), self._source(me, hop), False)  # noqa: E731
             return self._scan(pick, state, first, self.group)
 
@@ -84,7 +84,7 @@ class Circle:
             The state, and the sums of the device's own cargo.
         """
         me = lax.axis_index(self.axis_name)
-        if self.strategy == "gather":
+        if self.strategy == "all_gather":
             return self._sum_gathered(cargo, begun, sums, state, visit)
         if self.is_uniform:
             return self._sum_uniform(begun, sums, state, visit)
@@ -163,8 +163,8 @@ class Circle:
         return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), gathered)
 
     def _rotate(self, tree: Tree) -> Tree:
-        neighbours = [(i, i - i % self.group + (i + 1) % self.group) for i in range(self.axis_size)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, neighbours), tree)
+        neighbors = [(i, i - i % self.group + (i + 1) % self.group) for i in range(self.axis_size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, neighbors), tree)
 
     def _groups(self) -> list[list[int]]:
         return [list(range(i, i + self.group)) for i in range(0, self.axis_size, self.group)]

@@ -75,7 +75,7 @@ class DecodeCache:
     @property
     def num_kv_heads(self) -> int:
         """Number of key/value heads."""
-        return sum(k.shape[1] for k in self.keys) if self.pattern.heads == "grouped" else self.keys[0].shape[1]
+        return sum(k.shape[1] for k in self.keys) if self.pattern.heads == "split" else self.keys[0].shape[1]
 
     @property
     def branches(self) -> tuple[Branch, ...]:
@@ -119,7 +119,7 @@ def init_cache(
 
     Raises:
         ValueError: If an argument is not as described.
-        NotImplementedError: If `heads="grouped"` meets a ring whose heads are sharded.
+        NotImplementedError: If `heads="split"` meets a ring whose heads are sharded.
 
     Example:
         >>> import jax.numpy as jnp, ringjax as rj
@@ -173,8 +173,8 @@ def _is_spec(x: object) -> bool:
 def check_ring(ring: Ring, pattern: DilationPattern, batch: int, kv_heads: int) -> int:
     """Checks that batch and heads fit on a ring, and returns its size."""
     check_instance("ring", ring, Ring).check_divides(batch=batch, kv_heads=kv_heads)
-    if pattern.heads == "grouped" and ring.size("head_axis") > 1:
-        raise NotImplementedError('`heads="grouped"` does not go with a `head_axis` that shards the heads.')
+    if pattern.heads == "split" and ring.size("head_axis") > 1:
+        raise NotImplementedError('`heads="split"` does not go with a `head_axis` that shards the heads.')
     return ring.size("axis_name")
 
 

@@ -162,7 +162,7 @@ def _step(
     cached = cached if axis_name is None else _over_ring(cached, axis_name)
     own = _attend(chunk.query, chunk.key, chunk.value, _times_seen(cache.branches, offsets, chunk))
     out = softmax.merge(cached, own).out
-    out = out / len(cache.branches) if cache.pattern.heads == "grouped" else out
+    out = out / len(cache.branches) if cache.pattern.heads == "split" else out
     out = jnp.where(chunk.is_real[:, None, :, None, None], out, 0)
     out = out.transpose(0, 2, 1, 3, 4).reshape(query.shape).astype(query.dtype)
     lengths = cache.lengths + counts
@@ -227,7 +227,7 @@ def _attend_rows(query: Array, key: Array, value: Array, times: Array) -> Partia
 
 def _joined(cache: DecodeCache, parts: list[Partial]) -> Partial:
     """The branches together: side by side where each head runs one, else merged."""
-    if cache.pattern.heads == "grouped":
+    if cache.pattern.heads == "split":
         outs, lses = zip(*parts, strict=True)
         return Partial(jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1))
     return functools.reduce(softmax.merge, parts)

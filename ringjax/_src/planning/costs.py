@@ -61,7 +61,7 @@ def row_bytes(request: Request, rows: int) -> RowBytes:
 def forward_messages(request: Request, rows: int, group: int, where: str) -> tuple[Message, ...]:
     """What a branch sends in the forward pass."""
     size = row_bytes(request, rows)
-    if where == "gather":
+    if where == "all_gather":
         return _messages(("all-gather", request.dtype, size.keys, 1), ("all-gather", "int32", size.ids, 1))
     hops = group - 1
     permute: Op = "collective-permute"
@@ -72,7 +72,7 @@ def backward_messages(request: Request, rows: int, group: int, where: str, moves
     """What a branch sends in the backward pass."""
     size = row_bytes(request, rows)
     sums = accumulator(np.dtype(request.dtype)).name
-    if where == "gather":
+    if where == "all_gather":
         back = Message("reduce-scatter", sums, group * size.key_sums, 1)
         return (*forward_messages(request, rows, group, where), back)
     permute: Op = "collective-permute"

@@ -70,7 +70,7 @@ def _in_xla(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> M
     forward = a.lse + a.is_wide * a.q_sums
     gradient = 2 * a.lse + a.is_wide * (a.q_sums + 2 * a.k_sums)
     for branch, size in _travelling(request, branches):
-        copies = branch.group + 1 if branch.where == "gather" else 3
+        copies = branch.group + 1 if branch.where == "all_gather" else 3
         forward += copies * size.keys + size.queries + size.query_sums + size.ids
         rest = (size.keys, size.key_sums) if branch.moves == "keys" else (2 * size.queries, size.query_sums)
         gradient += copies * sum(rest) + size.keys + 2 * size.queries
@@ -88,13 +88,13 @@ def _on_gpu(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> M
     rows = [_copies(b) * x.keys + x.queries + x.query_sums + a.lse for b, x in travelling]
     forward = a.is_wide * a.q_sums + max(rows, default=0)
     both = 2 * a.q_sums + 2 * a.k_sums if request.group == 1 else max(2 * a.q_sums, a.q_sums + 2 * a.k_sums)
-    gathered = [b.group * x.key_sums for b, x in travelling if b.where == "gather"]
+    gathered = [b.group * x.key_sums for b, x in travelling if b.where == "all_gather"]
     return Memory(forward, a.is_wide * both + a.lse + max(gathered, default=0))
 
 
 def _copies(branch: BranchPlan) -> int:
     """Copies of the keys that a device has at once: what is met, and what arrives."""
-    return branch.group + 1 if branch.where == "gather" else 2
+    return branch.group + 1 if branch.where == "all_gather" else 2
 
 
 def _on_tpu(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> Memory:
@@ -129,7 +129,7 @@ def _on_tpu(request: Request, branches: tuple[BranchPlan, ...], a: _Arrays) -> M
         copies = _copies(branch)
         meeting = copies * size.keys + size.queries + size.query_sums
         forward.append(a.q_sums + rows + copied + max(meeting, 4 * branch.rows / whole * merging))
-        keys_move = branch.where == "gather" or branch.moves == "keys"
+        keys_move = branch.where == "all_gather" or branch.moves == "keys"
         moving = (size.keys, size.key_sums) if keys_move else (2 * size.queries, size.query_sums)
         around = (copies + 1) * sum(moving) + size.keys + size.queries
         gradient.append(sums + numbers + laid_out / 2 + kept + around)  # the other half stands where results will

@@ -44,8 +44,8 @@ class BranchPlan:
     Attributes:
         segment_length: Length of its segments, clamped to the stored sequence.
         rate: Dilation rate.
-        where: ``"local"``: on each device for itself; ``"ring"``: keys (or queries) hop round; ``"gather"``: keys are
-            gathered once.
+        where: ``"local"`` if no device needs another's keys; ``"ring"`` if keys (or queries) rotate;
+            ``"all_gather"`` if keys are gathered once.
         group: Devices that share segments; the ring has that many.
         is_aligned: Whether chunks are alike for this branch, which is the fast case.
         advice: What would make it so, or "".
@@ -69,7 +69,7 @@ class BranchPlan:
 
     segment_length: int
     rate: int
-    where: Literal["local", "ring", "gather"]
+    where: Literal["local", "ring", "all_gather"]
     group: int
     is_aligned: bool
     advice: str
@@ -233,20 +233,20 @@ def _branch_plan(request: Request, number: int, branch: Branch) -> BranchPlan:
     where = _strategy(request, request.batch * rows, group)
     pieces = _pieces(request, request.batch * rows, len(shard.heads) // request.head_shards)
     piece_rows = request.batch * rows // pieces
-    moves: Moves = "keys" if where == "gather" else costs.cheaper_moves(request, piece_rows, group)
+    moves: Moves = "keys" if where == "all_gather" else costs.cheaper_moves(request, piece_rows, group)
     forward = costs.forward_messages(request, piece_rows, group, where)
     backward = costs.backward_messages(request, piece_rows, group, where, moves)
     forward, backward = (tuple(m.times(pieces) for m in messages) for messages in (forward, backward))
     return make(where, group, shard.is_aligned, advice, rows, pieces, moves, forward, backward, tables=(), shard=shard)
 
 
-def _strategy(request: Request, rows: int, group: int) -> Literal["ring", "gather"]:
+def _strategy(request: Request, rows: int, group: int) -> Literal["ring", "all_gather"]:
     if request.strategy != "auto":
         return request.strategy
     size = costs.row_bytes(request, rows)
     is_latency_bound = group > 2 and size.keys <= _LATENCY_BYTES
     room = np.inf if request.memory_budget is None else request.memory_budget / 8
-    return "gather" if is_latency_bound and group * (size.keys + size.key_sums) <= room else "ring"
+    return "all_gather" if is_latency_bound and group * (size.keys + size.key_sums) <= room else "ring"
 
 
 def _pieces(request: Request, rows: int, heads: int) -> int:
@@ -287,7 +287,7 @@ def plan(
         layout: ``"contiguous"`` or ``"zigzag"``.
         is_causal: Whether a query sees only keys up to its position.
         dtype: Of query, key and value.
-        strategy: ``"auto"``, ``"ring"`` or ``"gather"`` for the branches that need other devices' keys.
+        strategy: ``"auto"``, ``"ring"`` or ``"all_gather"`` for the branches that need other devices' keys.
         memory_budget: Bytes that a device has for this attention, or None.
         has_segment_ids: Whether segment ids travel with the keys.
         head_shards: Devices that share the heads.
@@ -347,8 +347,8 @@ def plan(
 
 def checked_plan(request: Request) -> Plan:
     """The plan for this request, or an error where heads cannot be sharded or the memory budget is too small."""
-    if request.pattern.heads == "grouped" and request.head_shards > 1:
-        raise NotImplementedError('`heads="grouped"` cannot run with heads sharded over a mesh axis.')
+    if request.pattern.heads == "split" and request.head_shards > 1:
+        raise NotImplementedError('`heads="split"` cannot run with heads sharded over a mesh axis.')
     made = make_plan(request)
     budget = request.memory_budget
     if budget is not None and made.gradient_memory > budget:

@@ -4,7 +4,7 @@ The loops over a part hold the sequence as three axes (XLA:CPU copies arrays who
 the middle), in one of two forms, both mere reshapes of (B, T, heads, ...):
 
 - `Columns`, where the part is the whole sequence and ``r`` divides ``w``: (B * segments, rows, r * width). A row holds
-  ``r`` neighbouring positions side by side, so a head's selected rows are one column, read and written in place.
+  ``r`` neighboring positions side by side, so a head's selected rows are one column, read and written in place.
 - `Windows`, everywhere else: (B, T, width). A head's rows are picked out of a window of whole segments, and put back
   into it, so that nothing longer than a few segments is ever copied.
 """

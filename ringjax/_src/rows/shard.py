@@ -1,6 +1,6 @@
 """The rows of one branch on one device of a ring: which they are, and where they stand in the sequence.
 
-A device holds one or two *chunks* of the sequence, each a run of neighbouring positions. Where segments consist of
+A device holds one or two *chunks* of the sequence, each a run of neighboring positions. Where segments consist of
 whole chunks and the rate divides a chunk, each head selects every r-th row of a chunk, and all chunks look alike:
 *aligned*.
 Elsewhere the rows of a head are counted out: as many as any chunk may have, with those that are not there masked.

@@ -1,4 +1,4 @@
-"""Devices that are not there, for compiling a training step for them: `--rehearse v5e:4x4`, `--rehearse H100`.
+"""Devices that are not there, for compiling a training step for them: `--aot v5e:4x4`, `--aot H100`.
 
 Needs the compiler of those devices (`make aot-tpu` and `make aot-cuda` install them), not the devices.
 """
@@ -27,7 +27,7 @@ def target_devices(name: str) -> tuple[Target, list[jax.Device]]:
         reason = " ".join(str(error).split())[:200]
         remedy = f"`make aot-{target.platform} AOT=--help` puts it into .venv-aot-{target.platform}-*"
         raise UserError(
-            f"--rehearse {name}: the compiler for {target.platform} is not installed ({remedy}): {reason}"
+            f"--aot {name}: the compiler for {target.platform} is not installed ({remedy}): {reason}"
         ) from error
 
 

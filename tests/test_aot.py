@@ -1,11 +1,11 @@
-"""Rehearsals without a compiler: targets as values, walks through grids, schedules and resources read from text."""
+"""Ahead-of-time compilation without a compiler: targets, device orders, and schedules parsed from text."""
 
 import re
 
 import pytest
 from ptxas import KernelResources, kernel_resources, parse_launches, parse_ptxas
 
-from ringjax._src.aot.compile import neighbour_cycle
+from ringjax._src.aot.compile import neighbor_cycle
 from ringjax._src.aot.schedule import Kernel, parse, schedule
 from ringjax._src.aot.targets import CUDA_TARGETS, TpuTarget, target_named
 
@@ -252,8 +252,8 @@ def test_kernels_of_a_folder(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "grid", [(2, 4), (4, 2), (4, 4), (2, 2, 2), (3, 4), (4, 3), (2, 3, 3), (3, 3, 2), (1, 8, 2), (2,)]
 )
-def test_neighbour_cycle_visits_all_places_by_single_steps(grid):
-    places = neighbour_cycle(grid)
+def test_neighbor_cycle_visits_every_device_in_single_steps(grid):
+    places = neighbor_cycle(grid)
     assert len(places) == len(set(places)) > 0
     assert {len(place) for place in places} == {len(grid)}
     assert [max(axis) + 1 for axis in zip(*places, strict=True)] == list(grid)
@@ -266,7 +266,7 @@ def test_neighbour_cycle_visits_all_places_by_single_steps(grid):
 
 def test_odd_grid_has_no_cycle():
     with pytest.raises(ValueError, match=r"`grid`.*\(3, 3\)"):
-        neighbour_cycle((3, 3))
+        neighbor_cycle((3, 3))
 
 
 def test_tpu_targets():
