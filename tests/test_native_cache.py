@@ -18,7 +18,7 @@ import time
 import pytest
 from cases import NEEDS_KERNELS
 
-from ringjax.native import build, cache
+from ringjax._src.kernels.cpu import build, cache
 
 pytestmark = NEEDS_KERNELS
 
