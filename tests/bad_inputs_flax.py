@@ -36,6 +36,7 @@ from flax import nnx
 import ringjax as rj
 import ringjax.linen
 import ringjax.nnx
+from ringjax._src.flax.rotary import rotary, xpos
 from ringjax.models import (
     LongNetConfig,
     LongNetDecoder,
@@ -44,7 +45,6 @@ from ringjax.models import (
     next_token_targets,
     token_loss,
 )
-from ringjax.rotary import rotary, xpos
 
 
 @functools.cache

@@ -15,8 +15,8 @@ import pytest
 from cases import NEEDS_KERNELS
 
 import ringjax as rj
-from ringjax.block.backend import Backend
-from ringjax.block.backend import Case as KernelCase
+from ringjax._src.kernels.backend import Backend
+from ringjax._src.kernels.backend import Case as KernelCase
 from ringjax._src.kernels.cpu import build
 
 pytestmark = NEEDS_KERNELS
