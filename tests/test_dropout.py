@@ -195,12 +195,12 @@ def test_bfloat16_on_a_ring_drops_the_same_weights_as_the_oracle():
 def test_weights_are_dropped_independently_at_the_given_rate():
     """Fractions of dropped weights, and of dropped neighbor pairs along each axis, within 5 standard deviations."""
     rate, batch, heads, rows = 0.25, 2, 3, 256
-    seeds = dropout.seeds_of(dropout.words_of(KEY), batch, heads)
+    seeds = dropout.seeds_of(dropout.key_bits(KEY), batch, heads)
     places = jnp.arange(rows)
     dropped = []
     for branch in range(2):
-        mine = dropout.query_stamps(seeds[..., None], places[None, None], branch).ravel()
-        found = dropout.factors(mine, dropout.key_stamps(places), rate, jnp.float32)
+        mine = dropout.query_hashes(seeds[..., None], places[None, None], branch).ravel()
+        found = dropout.factors(mine, dropout.key_hashes(places), rate, jnp.float32)
         assert set(np.unique(found)) == {0, np.float32(1 / (1 - rate))}
         dropped.append(np.asarray(found).reshape(batch, heads, rows, rows) == 0)
     dropped = np.stack(dropped)

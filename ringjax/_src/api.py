@@ -95,14 +95,14 @@ def dilated_attention(
         check_positions(shape.batch, shape.length)
     else:
         check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
-    words = _dropout_words(dropout_rate, dropout_rng)
+    key_bits = _dropout_key_bits(dropout_rate, dropout_rng)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
     debug.report_nan(query=query, key=key, value=value)
     if ring is None:
-        out = _on_one_device(config, shape, query, key, value, ids, words)
+        out = _on_one_device(config, shape, query, key, value, ids, key_bits)
     else:
-        out = _sharded_attention(ring, config, shape, query, key, value, ids, words)
+        out = _sharded_attention(ring, config, shape, query, key, value, ids, key_bits)
     debug.report_nan(output=out)
     return out
 
@@ -141,9 +141,9 @@ def count_tiles(
     check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
     place = ring.place()
 
-    def local(query: Array, key: Array, value: Array, ids: Array | None, words: None) -> Array:
+    def local(query: Array, key: Array, value: Array, ids: Array | None, key_bits: None) -> Array:
         config = Config(pattern, is_causal, shape.scale, Backend("xla"))
-        given = _prepared(config, place, shape, query, key, value, ids, words)
+        given = _prepared(config, place, shape, query, key, value, ids, key_bits)
         return joint.count_tiles(*given[:5]).reshape(1, 1, 1)
 
     return _sharded(ring, local, PartitionSpec(*ring.spec()[:3]), (query, key, value), segment_ids)
@@ -211,7 +211,7 @@ def ring_dilated_attention(
     _axis_size("batch_axis", batch_axis)
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
     config = _config(pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
-    words = _dropout_words(dropout_rate, dropout_rng)
+    key_bits = _dropout_key_bits(dropout_rate, dropout_rng)
     check_positions(*query.shape[:2])
     layout = layout_for(layout, ring_size)
     chunks = layout_named(layout).chunks
@@ -220,7 +220,7 @@ def ring_dilated_attention(
             f"`query` length per device must be a multiple of {chunks} for layout {layout!r}, got {query.shape[1]}."
         )
     place = RingPlace(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards)
-    seeds = _seeds(words, query, batch_axis, head_axis)
+    seeds = _seeds(key_bits, query, batch_axis, head_axis)
     debug.report_nan(query=query, key=key, value=value)
     out = _on_ring(config, place, shape, query, key, value, segment_ids, seeds)
     debug.report_nan(output=out)
@@ -234,12 +234,12 @@ def _on_one_device(
     key: Array,
     value: Array,
     ids: Array | None,
-    words: Array | None,
+    key_bits: Array | None,
 ) -> Array:
     """All arrays whole: padding at the end is left out of the work."""
     query, key, value = (x[:, : shape.length] for x in (query, key, value))
     ids = None if ids is None else ids[:, : shape.length]
-    seeds = _grouped_seeds(_seeds(words, query, None, None), key)
+    seeds = _grouped_seeds(_seeds(key_bits, query, None, None), key)
     out = joint.attention(config, _grouped(query, key), key, value, ids, seeds).reshape(query.shape)
     padding = shape.stored_length - shape.length
     return jnp.pad(out, [(0, 0), (0, padding), (0, 0), (0, 0)]) if padding else out
@@ -253,7 +253,7 @@ def _sharded_attention(
     key: Array,
     value: Array,
     ids: Array | None,
-    words: Array | None,
+    key_bits: Array | None,
 ) -> Array:
     """Whole arrays on the devices of a ring."""
     place = ring.place()
@@ -261,16 +261,16 @@ def _sharded_attention(
         whole = jax.eval_shape(_grouped, query, key)
         dataclasses.replace(config, ring=place).plan(whole, ids is not None)  # checks the memory budget
         if not any(axis for x in (query, key, value) for axis in jax.typeof(x).sharding.spec):
-            return _on_one_device(config, shape, query, key, value, ids, words)
+            return _on_one_device(config, shape, query, key, value, ids, key_bits)
         alone = functools.partial(_on_one_device, config, shape)  # explicit axes: shard_map takes them off the types
-        return _sharded(ring, alone, ring.spec(), (query, key, value), ids, words, not config.backend.is_interpreted)
+        return _sharded(ring, alone, ring.spec(), (query, key, value), ids, key_bits, not config.backend.is_interpreted)
 
-    def local(query: Array, key: Array, value: Array, ids: Array | None, words: Array | None) -> Array:
-        seeds = _seeds(words, query, ring.batch_axis, ring.head_axis)
+    def local(query: Array, key: Array, value: Array, ids: Array | None, key_bits: Array | None) -> Array:
+        seeds = _seeds(key_bits, query, ring.batch_axis, ring.head_axis)
         return _on_ring(config, place, shape, query, key, value, ids, seeds)
 
     is_checked = not config.backend.is_interpreted  # interpreted kernels lose track of what varies
-    return _sharded(ring, local, ring.spec(), (query, key, value), ids, words, is_checked)
+    return _sharded(ring, local, ring.spec(), (query, key, value), ids, key_bits, is_checked)
 
 
 def _sharded(
@@ -279,14 +279,14 @@ def _sharded(
     out_spec: PartitionSpec,
     arrays: tuple[Array, Array, Array],
     ids: Array | None,
-    words: Array | None = None,
+    key_bits: Array | None = None,
     check_vma: bool = True,
 ) -> Array:
-    """`local` on each device's share of query, key, value and ids, and on the words of dropout."""
+    """`local` on each device's share of query, key, value and ids, and on the key_bits of dropout."""
     spec = ring.spec()
     specs = (spec, spec, spec, PartitionSpec(*spec[:2]), PartitionSpec())
     sharded = jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=out_spec, check_vma=check_vma)
-    return sharded(*arrays, ids, words)
+    return sharded(*arrays, ids, key_bits)
 
 
 def _on_ring(
@@ -339,18 +339,20 @@ def _grouped_seeds(seeds: Array | None, key: Array) -> Array | None:
     return None if seeds is None else seeds.reshape(seeds.shape[0], key.shape[2], -1)
 
 
-def _dropout_words(rate: float, rng: Array | None) -> Array | None:
-    """The two words to which the key of an active dropout comes down."""
-    return None if rng is None or rate == 0 else dropout.words_of(rng)
+def _dropout_key_bits(rate: float, rng: Array | None) -> Array | None:
+    """The two key_bits to which the key of an active dropout comes down."""
+    return None if rng is None or rate == 0 else dropout.key_bits(rng)
 
 
-def _seeds(words: Array | None, query: Array, batch_axis: AxisName | None, head_axis: AxisName | None) -> Array | None:
+def _seeds(
+    key_bits: Array | None, query: Array, batch_axis: AxisName | None, head_axis: AxisName | None
+) -> Array | None:
     """The seeds of the batch entries and heads that are here, where entries and heads are sharded over these axes."""
-    if words is None:
+    if key_bits is None:
         return None
     batch, _, heads, _ = query.shape
     nth = [0 if axis is None else lax.axis_index(axis) for axis in (batch_axis, head_axis)]
-    return dropout.seeds_of(words, batch, heads, nth[0] * batch, nth[1] * heads)
+    return dropout.seeds_of(key_bits, batch, heads, nth[0] * batch, nth[1] * heads)
 
 
 def _axis_size(name: str, value: AxisName | None) -> int:

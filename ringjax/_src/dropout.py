@@ -17,14 +17,14 @@ from jax import Array
 _ODD = 0x9E3779B9  # 2**32 over the golden ratio: multiples of it are far apart
 
 
-class Stamps(NamedTuple):
+class RowHashes(NamedTuple):
     """A number for each query row (one for each head of a group) and for each key row, uint32."""
 
     query: Array
     key: Array
 
 
-def words_of(rng: Array) -> Array:
+def key_bits(rng: Array) -> Array:
     """The two words, uint32, to which a key of `jax.random` comes down."""
     return jax.random.bits(rng, (2,), jnp.uint32)
 
@@ -33,7 +33,7 @@ def seeds_of(words: Array, batch: int, heads: int, first_entry: Array | int = 0,
     """A seed (B, N) for each head of each batch entry, uint32.
 
     Args:
-        words: From `words_of`.
+        words: From `key_bits`.
         batch: Entries here.
         heads: Query heads here.
         first_entry: How many entries other devices have before those here.
@@ -53,12 +53,12 @@ def seeds_of(words: Array, batch: int, heads: int, first_entry: Array | int = 0,
     return _mixed(_mixed(words[0] + entry * jnp.uint32(_ODD))[:, None] ^ _mixed(words[1] ^ head)[None])
 
 
-def query_stamps(seeds: Array, positions: Array, branch: int) -> Array:
+def query_hashes(seeds: Array, positions: Array, branch: int) -> Array:
     """The stamps of queries from the seeds of their heads and their positions, two arrays that go together."""
     return _mixed(_mixed(seeds + jnp.uint32((branch + 1) * _ODD % 2**32)) ^ _mixed(positions.astype(jnp.uint32)))
 
 
-def key_stamps(positions: Array) -> Array:
+def key_hashes(positions: Array) -> Array:
     """The stamps of keys, which are the same for all heads, entries and branches."""
     return _mixed(positions.astype(jnp.uint32) ^ jnp.uint32(_ODD))
 

@@ -1,6 +1,6 @@
-"""Partial softmaxes and the one way to put them together.
+"""PartialSoftmax softmaxes and the one way to put them together.
 
-A `Partial` is the attention of some queries over some keys. Branches, blocks and ring hops all yield partials
+A `PartialSoftmax` is the attention of some queries over some keys. Branches, blocks and ring hops all yield partials
 over disjoint multisets of keys, and `merge` gives the partial over both. An *empty* row, one that saw no key,
 has ``out == 0`` and ``lse == -inf``; what that means for a merge and for the backward pass is said here only.
 """
@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 
-class Partial(NamedTuple):
+class PartialSoftmax(NamedTuple):
     """Attention over some of the keys: `out` (..., H) normalised over them, `lse` (...) their log-sum-exp."""
 
     out: Array
@@ -37,12 +37,12 @@ def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     return np.promote_types(dtype, np.float32)
 
 
-def empty_like(queries: Array) -> Partial:
+def empty_like(queries: Array) -> PartialSoftmax:
     """The partial of these queries (..., H) over no keys."""
-    return Partial(jnp.zeros_like(queries), jnp.full_like(queries[..., 0], -jnp.inf))
+    return PartialSoftmax(jnp.zeros_like(queries), jnp.full_like(queries[..., 0], -jnp.inf))
 
 
-def merge(a: Partial, b: Partial) -> Partial:
+def merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
     """The partial over the keys of `a` and of `b` together.
 
     The output steps from that of the heavier towards that of the lighter, by the lighter's share: exact where both
@@ -53,7 +53,7 @@ def merge(a: Partial, b: Partial) -> Partial:
     a_is_heavier = (a.lse >= b.lse)[..., None]
     heavy, light = jnp.where(a_is_heavier, a.out, b.out), jnp.where(a_is_heavier, b.out, a.out)
     out = heavy + (light - heavy) * (lighter / (1 + lighter))[..., None]
-    return Partial(out, peak + jnp.log1p(lighter))
+    return PartialSoftmax(out, peak + jnp.log1p(lighter))
 
 
 def start(queries: Array) -> Running:
@@ -61,10 +61,10 @@ def start(queries: Array) -> Running:
     return Running(jnp.zeros_like(queries), jnp.full_like(queries[:, 0], -jnp.inf), jnp.zeros_like(queries[:, 0]))
 
 
-def finish(state: Running) -> Partial:
+def finish(state: Running) -> PartialSoftmax:
     """The partial over all key blocks that `state` went through."""
     safe = jnp.where(state.total == 0, 1, state.total)  # NaN is not empty: it stays NaN
-    return Partial(state.acc / _column(safe), state.peak + jnp.log(safe))  # the peak of an empty row is -inf
+    return PartialSoftmax(state.acc / _column(safe), state.peak + jnp.log(safe))  # the peak of an empty row is -inf
 
 
 def rescale(state: Running, scores: Array) -> tuple[Running, Array]:
@@ -76,7 +76,7 @@ def rescale(state: Running, scores: Array) -> tuple[Running, Array]:
     return Running(state.acc * _column(decay), peak, state.total * decay), weights
 
 
-def resume(part: Partial) -> Running:
+def resume(part: PartialSoftmax) -> Running:
     """The state after the keys of `part`: going on from it is the same as merging with it."""
     total = jnp.where(part.lse == -jnp.inf, jnp.zeros_like(part.lse), jnp.ones_like(part.lse))
     return Running(part.out, part.lse, total)

@@ -84,9 +84,9 @@ def _factors(rate: float, rng: Array | None, shape: AttentionShape, branch: int,
     """What the weights of a branch are multiplied by: 1 without dropout, else 0 or 1 / (1 - rate), (B, K, G, R, T)."""
     if rng is None or rate == 0:
         return jnp.ones((1,) * 5, acc)
-    seeds = dropout.seeds_of(dropout.words_of(rng), shape.batch, shape.kv_heads * shape.group)
-    mine = dropout.query_stamps(seeds[..., None], p[None, None], branch).ravel()  # (B * N * R,)
-    found = dropout.factors(mine, dropout.key_stamps(jnp.arange(shape.stored_length)), rate, acc)
+    seeds = dropout.seeds_of(dropout.key_bits(rng), shape.batch, shape.kv_heads * shape.group)
+    mine = dropout.query_hashes(seeds[..., None], p[None, None], branch).ravel()  # (B * N * R,)
+    found = dropout.factors(mine, dropout.key_hashes(jnp.arange(shape.stored_length)), rate, acc)
     return found.reshape(shape.batch, shape.kv_heads, shape.group, len(p), -1)
 
 

@@ -43,7 +43,7 @@ def rotary(x: Array, positions: Array, *, base: float = 10_000.0) -> Array:
     """
     _check("x", x, positions)
     check_positive("base", base, least=1)
-    return _turned(x, *_cos_sin(positions, x.shape[-1], base)).astype(x.dtype)
+    return _rotate(x, *_cos_sin(positions, x.shape[-1], base)).astype(x.dtype)
 
 
 def xpos(
@@ -105,8 +105,8 @@ def xpos(
     log_zeta = np.log((np.arange(0, dim, 2) / dim + 0.4) / 1.4).astype(np.float32)
     powers = (positions.astype(jnp.float32) - length / 2) / scale_base
     scale = jnp.exp(powers.reshape(_row_shape(positions)) * log_zeta.reshape(1, 1, 1, -1))
-    query = _turned(query, cos * scale, sin * scale).astype(query.dtype)
-    key = _turned(key, cos / scale, sin / scale).astype(key.dtype)
+    query = _rotate(query, cos * scale, sin * scale).astype(query.dtype)
+    key = _rotate(key, cos / scale, sin / scale).astype(key.dtype)
     return query, key
 
 
@@ -132,7 +132,7 @@ def _cos_sin(positions: Array, dim: int, base: float) -> tuple[Array, Array]:
     return jnp.cos(angles), jnp.sin(angles)
 
 
-def _turned(x: Array, cos: Array, sin: Array) -> Array:
+def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     wide = accumulator(x.dtype)
     first, second = jnp.split(x.astype(wide), 2, axis=-1)
     cos, sin = cos.astype(wide), sin.astype(wide)
