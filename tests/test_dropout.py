@@ -247,9 +247,9 @@ def test_rate_outside_0_to_1_raises(rate):
 
 def test_dropout_requires_a_key_and_plain_xla():
     x = jnp.ones((1, 8, 2, 4))
-    with pytest.raises(ValueError, match=r"`dropout_rng` must be a key of `jax.random` .*got None"):
+    with pytest.raises(ValueError, match=r"`dropout_rng` must be a `jax.random` key .*got None"):
         rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=0.5)
-    with pytest.raises(ValueError, match=r"`dropout_rng` must be a key of `jax.random`"):
+    with pytest.raises(ValueError, match=r"`dropout_rng` must be a `jax.random` key"):
         rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=0.5, dropout_rng=jnp.ones(3))
     with pytest.raises(ValueError, match=r"`block_sizes` must be None with `dropout_rate` above 0"):
         sizes = rj.BlockSizes(query=16, key=16)

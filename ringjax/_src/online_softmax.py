@@ -15,16 +15,17 @@ from jax import Array
 
 
 class PartialSoftmax(NamedTuple):
-    """Attention over some of the keys: `out` (..., H) normalised over them, `lse` (...) their log-sum-exp."""
+    """Attention over some of the keys: normalized output `out` (..., H) and log-sum-exp `lse` (...) of the scores."""
 
     out: Array
     lse: Array
 
 
 class Running(NamedTuple):
-    """A softmax under way over key blocks: `acc` (M, H) and `total`, both scaled by ``exp(-peak)``.
+    """State of an online softmax over key blocks.
 
-    `peak` and `total` are (M,), or columns (M, 1) in kernels that have no arrays of one axis.
+    The row maximum `peak` (m), the denominator `total` (l) and the unnormalized output `acc` (M, H); `acc` and `total`
+    are scaled by ``exp(-peak)``. `peak` and `total` have shape (M,), or (M, 1) in kernels without 1D arrays.
     """
 
     acc: Array
@@ -33,23 +34,23 @@ class Running(NamedTuple):
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype in which sums over arrays of `dtype` are taken: at least float32."""
+    """Returns the accumulator dtype for arrays of `dtype`, at least float32."""
     return np.promote_types(dtype, np.float32)
 
 
 def empty_like(queries: Array) -> PartialSoftmax:
-    """The partial of these queries (..., H) over no keys."""
+    """Returns the partial softmax of these queries (..., H) over no keys."""
     return PartialSoftmax(jnp.zeros_like(queries), jnp.full_like(queries[..., 0], -jnp.inf))
 
 
 def merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
-    """The partial over the keys of `a` and of `b` together.
+    """Merges partial softmaxes over two sets of keys.
 
-    The output steps from that of the heavier towards that of the lighter, by the lighter's share: exact where both
-    are equal, as where branches see the same keys, and where the lighter weighs nothing, however large it is.
+    Interpolates from the output with the larger weight towards the other one. This is exact if both outputs are equal,
+    as when two branches attend to the same keys, and if the smaller weight vanishes, however large its output is.
     """
     peak, low = jnp.maximum(a.lse, b.lse), jnp.minimum(a.lse, b.lse)
-    lighter = jnp.exp(low - _finite(peak))  # the heavier weighs 1, unless both are empty
+    lighter = jnp.exp(low - _finite(peak))  # relative to a weight of 1 for the heavier one; both may be empty
     a_is_heavier = (a.lse >= b.lse)[..., None]
     heavy, light = jnp.where(a_is_heavier, a.out, b.out), jnp.where(a_is_heavier, b.out, a.out)
     out = heavy + (light - heavy) * (lighter / (1 + lighter))[..., None]
@@ -57,18 +58,18 @@ def merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
 
 
 def start(queries: Array) -> Running:
-    """The state of these queries (M, H) before the first key block."""
+    """Returns the initial state of these queries (M, H)."""
     return Running(jnp.zeros_like(queries), jnp.full_like(queries[:, 0], -jnp.inf), jnp.zeros_like(queries[:, 0]))
 
 
 def finish(state: Running) -> PartialSoftmax:
-    """The partial over all key blocks that `state` went through."""
-    safe = jnp.where(state.total == 0, 1, state.total)  # NaN is not empty: it stays NaN
-    return PartialSoftmax(state.acc / _column(safe), state.peak + jnp.log(safe))  # the peak of an empty row is -inf
+    """Normalizes the state after the last key block."""
+    safe = jnp.where(state.total == 0, 1, state.total)  # NaN stays NaN
+    return PartialSoftmax(state.acc / _column(safe), state.peak + jnp.log(safe))  # -inf for empty rows
 
 
 def rescale(state: Running, scores: Array) -> tuple[Running, Array]:
-    """Raises the peak of `state` to cover `scores` (M, S; -inf where masked), and gives ``exp(scores - peak)``."""
+    """Updates the maximum of `state` with `scores` (M, S; -inf where masked) and returns ``exp(scores - peak)`` too."""
     peak = jnp.maximum(state.peak, scores.max(axis=1, keepdims=state.peak.ndim == 2))
     finite = _finite(peak)
     decay = jnp.exp(state.peak - finite)
@@ -77,18 +78,18 @@ def rescale(state: Running, scores: Array) -> tuple[Running, Array]:
 
 
 def resume(part: PartialSoftmax) -> Running:
-    """The state after the keys of `part`: going on from it is the same as merging with it."""
+    """Returns the state after the keys of `part`: continuing from it is equivalent to merging with `part`."""
     total = jnp.where(part.lse == -jnp.inf, jnp.zeros_like(part.lse), jnp.ones_like(part.lse))
     return Running(part.out, part.lse, total)
 
 
 def delta(dout: Array, out: Array, dtype: jnp.dtype) -> Array:
-    """Sum of cotangent times output (..., H), for the backward pass, in this dtype."""
+    """Computes ``sum(dout * out)`` over the last axis in this dtype, for the backward pass."""
     return jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
 
 
 def for_backward(lse: Array) -> Array:
-    """The `lse` with which ``exp(scores - lse)`` is the softmax, and 0 for an empty row."""
+    """Returns `lse` such that ``exp(scores - lse)`` is the softmax, and 0 for empty rows."""
     return jnp.where(lse == -jnp.inf, jnp.inf, lse)
 
 
@@ -97,5 +98,5 @@ def _column(x: Array) -> Array:
 
 
 def _finite(peak: Array) -> Array:
-    """A peak that can be subtracted from -inf: an empty row's becomes 0."""
+    """Replaces the maximum of empty rows, -inf, by 0 so that it can be subtracted from -inf."""
     return jnp.where(peak == -jnp.inf, 0, peak)

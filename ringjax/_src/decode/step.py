@@ -172,7 +172,7 @@ def _step(
 def _chunk(cache: DecodeCache, query: Array, key: Array, value: Array, counts: Array, shape: AttentionShape) -> Chunk:
     batch, new, heads, dim = query.shape
     wide = query.astype(softmax.accumulator(query.dtype)) * shape.scale
-    grouped = wide.reshape(batch, new, heads // shape.group, shape.group, dim).transpose(0, 2, 1, 3, 4)
+    grouped = wide.reshape(batch, new, heads // shape.q_per_kv, shape.q_per_kv, dim).transpose(0, 2, 1, 3, 4)
     nth = jnp.arange(new, dtype=jnp.int32)[None, :]
     is_real = nth < counts[:, None]
     # whatever the padding holds, 0 times it must be 0
