@@ -241,7 +241,7 @@ def test_one_program_serves_every_dropout_key():
 @pytest.mark.parametrize("rate", [1.0, -0.1, "half", float("nan"), True])
 def test_rate_outside_0_to_1_raises(rate):
     x = jnp.ones((1, 8, 2, 4))
-    with pytest.raises(ValueError, match=r"`dropout_rate` must be a number from 0 to below 1, .*got "):
+    with pytest.raises(ValueError, match=r"`dropout_rate` must be .* of at least 0 and below 1, got "):
         rj.dilated_attention(x, x, x, BASE.pattern, dropout_rate=rate, dropout_rng=KEY)
 
 

@@ -1,8 +1,10 @@
-"""PartialSoftmax softmaxes and the one way to put them together.
+"""Online softmax: partial results over subsets of the keys, and how to merge them.
 
-A `PartialSoftmax` is the attention of some queries over some keys. Branches, blocks and ring hops all yield partials
-over disjoint multisets of keys, and `merge` gives the partial over both. An *empty* row, one that saw no key,
-has ``out == 0`` and ``lse == -inf``; what that means for a merge and for the backward pass is said here only.
+A `PartialSoftmax` is the attention of some queries over some of the keys. Branches, blocks and ring hops all yield
+partial results over disjoint multisets of keys, and `merge` combines two of them. An *empty* row, which attends to no
+key, has ``out == 0`` and ``lse == -inf``. This module alone handles empty rows in merges and in the backward pass.
+
+See [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 """
 
 from __future__ import annotations

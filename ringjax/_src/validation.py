@@ -290,7 +290,7 @@ def check_dropout(rate: object, rng: object) -> float:
 
 
 def check_heads(num_heads: object, num_kv_heads: object) -> tuple[int, int]:
-    """Checks the numbers of query and key/value heads and returns both; None means one key/value head per query head."""
+    """Checks and returns the numbers of query and key/value heads, which are equal if `num_kv_heads` is None."""
     heads = check_int("num_heads", num_heads, most=MOST_HEADS)
     kv_heads = heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads, most=MOST_HEADS)
     if heads % kv_heads:
