@@ -285,7 +285,7 @@ def test_layers_drop_nothing_in_evaluation():
         ringjax.nnx.DilatedSelfAttention(HEADS, FEATURES, ONE_BRANCH, dropout_rate=rate, rngs=nnx.Rngs(0))
         for rate in (0.3, 0.0)
     )
-    with pytest.raises(ValueError, match=r"`rngs` must be given where weights are dropped .*got None"):
+    with pytest.raises(ValueError, match=r"`rngs` must be given if dropout is active .*got None"):
         layer(X)
     plain = same(X)
     rngs = nnx.Rngs(dropout=3)
