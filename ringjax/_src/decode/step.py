@@ -30,7 +30,7 @@ from ringjax._src.decode.cache import (
     placed,
 )
 from ringjax._src.decode.prompt import check_slots
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.pattern import Branch
 from ringjax._src.validation import AttentionShape, check_inputs, check_instance
 
@@ -172,7 +172,7 @@ def _step(
 def _chunk(cache: DecodeCache, query: Array, key: Array, value: Array, counts: Array, shape: AttentionShape) -> Chunk:
     batch, new, heads, dim = query.shape
     wide = query.astype(softmax.accumulator(query.dtype)) * shape.scale
-    grouped = wide.reshape(batch, new, heads // shape.group, shape.group, dim).transpose(0, 2, 1, 3, 4)
+    grouped = wide.reshape(batch, new, heads // shape.q_per_kv, shape.q_per_kv, dim).transpose(0, 2, 1, 3, 4)
     nth = jnp.arange(new, dtype=jnp.int32)[None, :]
     is_real = nth < counts[:, None]
     # whatever the padding holds, 0 times it must be 0
@@ -198,12 +198,14 @@ def _times_seen(branches: tuple[Branch, ...], offsets: Array, chunk: Chunk) -> A
     return times
 
 
-def _attend(query: Array, key: Array, value: Array, times: Array) -> Partial:
+def _attend(query: Array, key: Array, value: Array, times: Array) -> PartialSoftmax:
     """The partial of query (B, K, n, G, H) over key and value (B, K, S, H), seen `times` (B, K, n, S)."""
     return jax.vmap(jax.vmap(_attend_rows))(query, key, value, times)
 
 
-def _attend_selected(query: Array, key: Array, value: Array, times: Array, is_selected: Array, alike: int) -> Partial:
+def _attend_selected(
+    query: Array, key: Array, value: Array, times: Array, is_selected: Array, alike: int
+) -> PartialSoftmax:
     """As `_attend`; of one token only the heads that select it are read, at most `alike` of them."""
     if query.shape[2] > 1 or 4 * alike > query.shape[1]:  # picking them costs a copy
         return _attend(query, key, value, times)
@@ -211,10 +213,10 @@ def _attend_selected(query: Array, key: Array, value: Array, times: Array, is_se
     pick = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))
     part = _attend(*(pick(x, picked) for x in (query, key, value, times)))
     put = jax.vmap(lambda x, new, i: x.at[i].set(new, mode="promise_in_bounds", unique_indices=True))
-    return Partial(*(put(x, new, picked) for x, new in zip(softmax.empty_like(query), part, strict=True)))
+    return PartialSoftmax(*(put(x, new, picked) for x, new in zip(softmax.empty_like(query), part, strict=True)))
 
 
-def _attend_rows(query: Array, key: Array, value: Array, times: Array) -> Partial:
+def _attend_rows(query: Array, key: Array, value: Array, times: Array) -> PartialSoftmax:
     group = query.shape[1]
     q, times = query.reshape(-1, query.shape[2]), jnp.repeat(times, group, axis=0)
     k, v = key.astype(q.dtype), value.astype(q.dtype)
@@ -222,24 +224,24 @@ def _attend_rows(query: Array, key: Array, value: Array, times: Array) -> Partia
     state, weights = softmax.rescale(softmax.start(q), scores)
     weights = weights * times
     part = softmax.finish(softmax.Running(weights @ v, state.peak, weights.sum(axis=1)))
-    return Partial(part.out.reshape(query.shape), part.lse.reshape(query.shape[:2]))
+    return PartialSoftmax(part.out.reshape(query.shape), part.lse.reshape(query.shape[:2]))
 
 
-def _joined(cache: DecodeCache, parts: list[Partial]) -> Partial:
+def _joined(cache: DecodeCache, parts: list[PartialSoftmax]) -> PartialSoftmax:
     """The branches together: side by side where each head runs one, else merged."""
     if cache.pattern.heads == "split":
         outs, lses = zip(*parts, strict=True)
-        return Partial(jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1))
+        return PartialSoftmax(jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1))
     return functools.reduce(softmax.merge, parts)
 
 
-def _over_ring(part: Partial, axis_name: AxisName) -> Partial:
+def _over_ring(part: PartialSoftmax, axis_name: AxisName) -> PartialSoftmax:
     """The partial over the keys of all devices of a ring, by sums: what `softmax.merge` does for two."""
     peak = lax.pmax(part.lse, axis_name)
     weight = jnp.exp(part.lse - jnp.where(peak == -jnp.inf, 0, peak))
     out, total = lax.psum((part.out * weight[..., None], weight), axis_name)
     safe = jnp.where(total == 0, 1, total)  # NaN stays NaN
-    return Partial(out / safe[..., None], peak + jnp.log(safe))
+    return PartialSoftmax(out / safe[..., None], peak + jnp.log(safe))
 
 
 def _slots(
@@ -257,7 +259,7 @@ def _slots(
     return jnp.where(is_selected & is_here[:, None, :], slot[:, None, :], slots)
 
 
-def _after(part: Partial, slot: Array) -> Array:
+def _after(part: PartialSoftmax, slot: Array) -> Array:
     """The slots, known only when `part` is: rows that are read before they are written need not be copied.
 
     An `optimization_barrier` is gone by the time XLA (jax 0.10) decides what to copy; a comparison that it does not
