@@ -27,22 +27,29 @@ def texts(tmp_path_factory):
     return folder
 
 
-def start(texts, out, *options, code="", **more):
+def start(texts, out, *options, code="", environment=None):
     """Starts the training script, with other code before it if there is some."""
     patched = f"import sys; sys.path.insert(0, {str(EXAMPLES)!r}); import train_lm\n{code}\nsys.exit(train_lm.main())"
     given = [*TINY.split(), "--data-path", str(texts), "--out", str(out), *map(str, options)]
+    quick = {"JAX_COMPILATION_CACHE_DIR": str(texts.with_name("cache")), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    quick |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     return subprocess.Popen(
-        [sys.executable, "-c", patched, *given], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **more
+        [sys.executable, "-c", patched, *given],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | quick | (environment or {}),
     )
 
 
 def ended(process):
-    output, errors = process.communicate(timeout=400)
+    output, errors = process.communicate(timeout=900)
     return process.returncode, output, errors
 
 
 def losses(out):
-    return {record["step"]: record["loss"] for record in map(json.loads, (out / "metrics.jsonl").open())}
+    records = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    return {record["step"]: record["loss"] for record in records}
 
 
 def steps(out):
@@ -120,9 +127,9 @@ Checkpoints._read = read
 
 
 def test_a_locale_without_unicode_is_no_error(texts, tmp_path):
-    environment = os.environ | {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    ascii_only = {"PYTHONUTF8": "0", "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
     options = ["--devices", 1, "--steps", 2, "--prompt", "ü", "--sample-bytes", 40]
-    code, output, errors = ended(start(texts, tmp_path / "run", *options, env=environment))
+    code, output, errors = ended(start(texts, tmp_path / "run", *options, environment=ascii_only))
     assert (code, errors) == (0, "")
     sample = (tmp_path / "run" / "sample.txt").read_bytes()
     assert sample.startswith("ü".encode())
