@@ -27,6 +27,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from lm import aot, data, devices, flags
+from lm.agreement import all_or_none
 from lm.checkpoints import Checkpoints, is_stuck
 from lm.display import Display, complain, flush_stdout, keep_stdout_for_records, memory_line, never_fail_to_encode
 from lm.flags import RunError, UserError, above, as_user_error, at_least, at_most, flag, one_of, parse
@@ -311,7 +312,8 @@ def begin(
         display.say(f"going on from the checkpoint of step {restored.step}")
         if restored.facts["data"] != facts["data"]:
             display.say(f"other data than those of the checkpoint: {facts['data']} instead of {restored.facts['data']}")
-    display.begin(restored.step if restored else 0)
+    with all_or_none("use metrics.jsonl"):
+        display.begin(restored.step if restored else 0)
     display.attempt("config.json", lambda: write_config(display.folder, training.config))
     return (restored.step, restored.facts["rows"], restored.state) if restored else (0, 0, training.init())
 

@@ -189,10 +189,14 @@ def test_records_after_the_checkpoint_are_cut_off(tmp_path):
     assert path.read_bytes() == b""
 
 
-def test_a_file_of_records_that_cannot_be_read_stops_the_run(tmp_path):
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(RunError, match=r"metrics\.jsonl cannot be used: Is a directory"):
+def test_a_file_of_records_that_cannot_be_used_stops_the_run(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunError, match=r"metrics\.jsonl must be a file"):
         Metrics(tmp_path / "metrics.jsonl").begin(3)
+    (tmp_path / "old").write_text("{}\n")
+    monkeypatch.setattr("lm.records.os.truncate", lambda *_: os.open(tmp_path / "gone" / "x", os.O_RDONLY))
+    with pytest.raises(RunError, match="old cannot be used: No such file or directory"):
+        Metrics(tmp_path / "old").begin(3)
 
 
 def test_a_record_that_a_full_disk_refused_is_written_later(tmp_path, monkeypatch, capsys):

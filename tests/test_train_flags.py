@@ -63,3 +63,12 @@ def test_values_in_range_are_taken():
     assert jax.random.key_data(jax.random.key(config.seed)).tolist() == [0, 2**32 - 1]
     for name in ("host.example:1", "10.0.0.1:80", "node-1_a:9"):
         assert train_lm.parse(train_lm.Config, "", ["--coordinator", name]).coordinator == name
+
+
+def test_ctrl_c_before_training_is_one_line(capsys, monkeypatch):
+    def run(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_lm, "run", run)
+    assert train_lm.main([]) == 130
+    assert capsys.readouterr().err == "train_lm: interrupted\n"

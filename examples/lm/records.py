@@ -37,6 +37,8 @@ class Metrics:
             RunError: If the file cannot be read or changed.
         """
         try:
+            if self.path.exists() and not self.path.is_file():  # a pipe would be waited for
+                raise RunError(f"{self.path} must be a file")
             content = self.path.read_bytes() if self.path.exists() else b""
             records, self._size, is_torn = _read(content, step)
             if self._size < len(content):
