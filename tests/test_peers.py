@@ -326,7 +326,8 @@ def texts(tmp_path):
 def training(script, *options):
     """A process of a script, killed at the end."""
     command = [sys.executable, str(EXAMPLES / script), *map(str, options)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles faster
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
     finally:
@@ -334,14 +335,14 @@ def training(script, *options):
         process.communicate()
 
 
-def result(process, timeout=60):
+def result(process, timeout=120):
     """Exit code and the lines on stderr."""
     _, errors = process.communicate(timeout=timeout)
     return process.returncode, errors.splitlines()
 
 
 def wait_for_steps(folder, steps):
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 300
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 900
     while not metrics.exists() or len(metrics.read_text().splitlines()) < steps:
         assert time.monotonic() < deadline
         time.sleep(0.1)
@@ -372,7 +373,7 @@ def test_a_process_killed_in_training_ends_the_other_with_one_line(address, text
         killed, other = (first, second) if lost == 0 else (second, first)
         killed.kill()
         line = f"process {lost} of 2 was killed, or its host is down; this one ends too (--resume continues)"
-        assert result(other) == (1, [f"train_lm: {line}"])
+        assert result(other, 60) == (1, [f"train_lm: {line}"])
 
 
 @pytest.mark.slow
@@ -387,7 +388,7 @@ def test_processes_that_find_other_files_end_with_one_line(address, texts, tmp_p
     ]
     with training(*commands[0]) as first, training(*commands[1]) as second:
         for process in (first, second):
-            code, lines = result(process, 120)
+            code, lines = result(process)
             assert len(lines) == 1
             assert (code, lines[0].endswith("process 1 found others than process 0")) in ((2, True), (1, False))
 
@@ -401,11 +402,16 @@ def test_a_run_saves_and_ends_with_its_launcher(texts, tmp_path, number):
         wait_for_steps(out, 3)
         children = [path for path in pathlib.Path("/proc").iterdir() if f"--out\0{out}\0--devices" in _command(path)]
         assert len(children) == 2
-        launcher.send_signal(number)
-        deadline = time.monotonic() + 60
-        while any(f"{out}" in _command(path) for path in children):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        try:
+            launcher.send_signal(number)
+            deadline = time.monotonic() + 60
+            while any(str(out) in _command(path) for path in children):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+        finally:
+            for path in children:
+                if str(out) in _command(path):
+                    os.kill(int(path.name), signal.SIGKILL)
     last = (out / "metrics.jsonl").read_text().splitlines()[-1]
     assert f'{{"step": {max(int(x.name) for x in (out / "checkpoints").iterdir() if x.name.isdigit())},' in last
 
