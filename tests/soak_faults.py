@@ -98,7 +98,7 @@ class Child:
             raise Violation(f"still running after {LIFE_SECONDS:.0f} s: {self.text()[-300:]}")
 
     def trains(self) -> bool:
-        return "memory of a device" in self.text()
+        return "memory per device" in self.text()
 
     def wait_for_steps(self, number: int) -> bool:
         """Waits until so many steps are done; returns False if the process ends before."""
@@ -170,7 +170,7 @@ class Run:
     def check(self, child: Child, before: list[int]) -> None:
         """Checks that the start went on from the newest whole checkpoint, and that all losses are right."""
         text = child.text()
-        found = re.search(r"going on from the checkpoint of step (\d+)", text)
+        found = re.search(r"resuming from the checkpoint of step (\d+)", text)
         whole = [step for step in before if step not in self.damaged]
         if child.trains():
             start = int(found[1]) if found else 0

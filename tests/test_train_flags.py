@@ -43,7 +43,7 @@ def test_values_out_of_range_are_refused_in_one_line(option, value, rule, capsys
 @pytest.mark.parametrize("options", ["--num-processes=2", "--process-id=0", "--num-processes=2 --process-id=1"])
 def test_numbers_of_processes_need_a_coordinator(options, capsys):
     assert train_lm.main(options.split()) == 2
-    assert capsys.readouterr().err == "train_lm: --num-processes and --process-id need --coordinator\n"
+    assert capsys.readouterr().err == "train_lm: --num-processes and --process-id require --coordinator\n"
 
 
 @pytest.mark.parametrize("options", ["--steps=x", "--clip=", "--rates=1,x", "--segments=1.5", "--steps=" + "9" * 5000])
