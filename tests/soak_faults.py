@@ -32,6 +32,7 @@ REFUSED, FAILED, TERMINATED = 2, 1, 128 + signal.SIGTERM
 # the errors of a disk that fails: nothing on a healthy machine raises them, so the reader of orbax is replaced
 FAILING_DISK = f"""
 import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
 from lm.checkpoints import Checkpoints
 import train_lm
 def read(self, step, **items):

@@ -233,6 +233,7 @@ def test_a_relay_forwards_and_closes_late(monkeypatch):
 # Processes that watch each other, without JAX: what a process does between meeting the others and its end.
 WATCH = """
 import sys, time
+sys.path.insert(0, {examples!r})
 from lm import peers
 from lm.flags import RunError
 peers._BEAT, peers._SILENCE, peers._OWN_ERROR = 0.2, {silence}, 0.4

@@ -129,6 +129,7 @@ def test_a_second_run_is_refused_with_the_process_that_holds_the_folder(tmp_path
 def test_a_killed_run_releases_the_folder(tmp_path, lines):
     code = f"""
 import pathlib, sys, time
+sys.path.insert(0, {str(EXAMPLES)!r})
 from lm.lock import FolderLock
 lock = FolderLock(pathlib.Path({str(tmp_path)!r}), print)
 print("locked", flush=True)
