@@ -1,9 +1,12 @@
+import os
+
 import chex
 import jax
 import pytest
 
 import ringjax as rj
 
+os.environ.setdefault("RINGJAX_COMPILE_SECONDS", "300")  # the machine may be busy with other tests
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)  # must be set before a backend starts
 jax.config.update("jax_numpy_dtype_promotion", "strict")

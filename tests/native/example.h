@@ -140,7 +140,7 @@ class Example {
       for (int64_t block = 0; block < blocks; ++block) {
         const int64_t first = block * shape_.block / shape_.group;
         const int64_t last = (std::min((block + 1) * shape_.block, rows_ * shape_.group) - 1) / shape_.group;
-        const int64_t high = first >= count ? 0 : shape_.is_causal ? std::min(count, last + 1) : count;
+        const int64_t high = first >= count ? 0 : shape_.is_causal && !shape_.is_packed ? std::min(count, last + 1) : count;
         span[2 * blocks + block] = (high + kTile - 1) / kTile;
         span[3 * blocks + block] = count;
       }

@@ -19,6 +19,7 @@ import tempfile
 from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).parent
+KERNELS = HERE.parents[1] / "ringjax" / "_src" / "kernels" / "cpu"
 SECONDS = 1200  # of one program; it takes one or two minutes
 FLAGS = ["-std=c++17", "-O1", "-g1", "-ffp-contract=fast", "-fno-omit-frame-pointer", "-pthread", "-w"]
 RUNTIMES = {"address,undefined": "address and undefined-behavior", "thread": "thread"}
@@ -90,7 +91,12 @@ def wrapper(compiler: str, sanitizers: str, folder: pathlib.Path) -> list[str] |
 def compiled(compiler: str, build: Build, folder: pathlib.Path, is_quick: bool) -> pathlib.Path | None:
     program = folder / "-".join(build).replace(",", "-")
     flags = [*FLAGS, *(["-DQUICK"] if is_quick else []), f"-fsanitize={build.sanitizers}", "-fno-sanitize-recover=all"]
-    sources = [f"-I{HERE.parents[1] / 'ringjax' / 'native'}", str(HERE / "harness.cc"), "-o", str(program)]
+    sources = [
+        f"-I{KERNELS}",
+        str(HERE / "harness.cc"),
+        "-o",
+        str(program),
+    ]
     made = run([compiler, *flags, build.processor, *sources])
     if made.returncode:
         print(f"{build.name}: compiling failed\n{made.stdout}", flush=True)

@@ -125,7 +125,7 @@ class Folder:
             if found.startswith(f"{name}-") and found.endswith(".so"):
                 with contextlib.suppress(OSError):
                     library = self._open(found)
-                    if found == f"{name}-{_digest_of(library)}.so":
+                    if found == f"{name}-{digest(_content(library))}.so":
                         return library
                     os.close(library)
         return None
@@ -163,7 +163,7 @@ class Folder:
         os.chmod(inside, 0o700, dir_fd=self._descriptor)  # whatever the umask
         library = self._open(inside)
         here = self._descriptor
-        os.replace(inside, f"{name}-{_digest_of(library)}.so", src_dir_fd=here, dst_dir_fd=here)
+        os.replace(inside, f"{name}-{digest(_content(library))}.so", src_dir_fd=here, dst_dir_fd=here)
         return library
 
     def _open(self, name: str) -> int:
@@ -210,8 +210,7 @@ def load(library: int) -> ctypes.CDLL:
             return loaded
         with tempfile.TemporaryDirectory(prefix="ringjax-") as folder:  # of this user alone
             copied = pathlib.Path(folder, "ringjax.so")
-            with open(library, "rb", closefd=False) as file:
-                copied.write_bytes(file.read())
+            copied.write_bytes(_content(library))
             return ctypes.CDLL(str(copied))
     finally:
         if library not in _loaded:
@@ -228,10 +227,10 @@ def _check_owner(descriptor: int, name: str) -> os.stat_result:
     return found
 
 
-def _digest_of(descriptor: int) -> str:
+def _content(descriptor: int) -> bytes:
     with open(descriptor, "rb", closefd=False) as file:
         file.seek(0)
-        return digest(file.read())
+        return file.read()
 
 
 def _this_machine() -> str:
