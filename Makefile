@@ -6,7 +6,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo ring recall train test test-slow lint types doctest sanitize bench bench-full million aot-tpu aot-cuda docs package clean
+.PHONY: demo ring recall train test test-slow soak lint types doctest sanitize bench bench-full million aot-tpu aot-cuda docs package clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
@@ -27,6 +27,11 @@ test: $(VENV)/ready
 
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow
+
+# interrupts training in every way for half an hour, and compares the losses; ends with a table, and 1 if one differs
+SOAK ?= --minutes 30 --seed 0
+soak: $(VENV)/ready
+	$(BIN)/python tests/soak.py $(SOAK)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .

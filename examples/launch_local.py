@@ -1,10 +1,10 @@
-"""Runs `train_lm.py` as several processes on this machine, as it runs on several hosts: joined by `jax.distributed`.
+"""Runs `train_lm.py` as several processes on this machine, connected by `jax.distributed` as on several hosts.
 
     python examples/launch_local.py --processes 2 --devices 2 -- --steps 30 --out runs/two
 
-Each process has `--devices` simulated CPU devices; what follows `--` goes to `train_lm.py`. The first process shows
-the run. SIGTERM, SIGHUP and Ctrl-C go to all of them: they save a checkpoint and end. They do so too when this program
-is killed. If one fails, the others are ended.
+Each process has `--devices` simulated CPU devices; options after `--` are passed to `train_lm.py`. The first process
+prints the progress. SIGTERM, SIGHUP and Ctrl-C are forwarded to all processes, which save a checkpoint and exit; so do
+they if the launcher is killed. If one process fails, the others are stopped.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from collections.abc import Sequence
 
 from lm import LAUNCHER_PIPE
 
-GRACE_SECONDS = 10.0  # for the others, once a process has failed
+GRACE_SECONDS = 10.0  # for the other processes, after one has failed
 SCRIPT = pathlib.Path(__file__).with_name("train_lm.py")
 
 
 def launch(processes: int, devices: int, options: Sequence[str]) -> int:
-    """Runs the processes and returns the exit code of the first that failed, or 0."""
+    """Runs the processes and returns the exit code of the first one that failed, or 0."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
     command = [sys.executable, str(SCRIPT), *options, "--devices", str(devices), "--coordinator", address]
     command += ["--num-processes", str(processes), "--process-id"]
-    watched, held = os.pipe()  # `held` closes with this process, whatever ends it: children see that in `watched`
+    watched, held = os.pipe()  # `held` closes when this process ends for any reason, which children notice in `watched`
     environment = {**os.environ, LAUNCHER_PIPE: str(watched)}
     children = [
         subprocess.Popen([*command, str(rank)], start_new_session=True, pass_fds=[watched], env=environment)
@@ -39,13 +39,13 @@ def launch(processes: int, devices: int, options: Sequence[str]) -> int:
     ]
     os.close(watched)
 
-    def pass_on(number: int, _: object) -> None:
+    def forward(number: int, _: object) -> None:
         for child in children:
             if child.poll() is None:
                 child.send_signal(signal.SIGTERM)
 
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, pass_on)
+        signal.signal(number, forward)
     failed, deadline = 0, float("inf")
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         codes = [child.returncode for child in children if child.returncode]
@@ -63,9 +63,9 @@ def launch(processes: int, devices: int, options: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--devices", type=int, default=2, help="simulated CPU devices of each process")
-    parser.add_argument("options", nargs="*", help="after --: options of train_lm.py")
+    parser.add_argument("--processes", type=int, default=2, help="number of processes")
+    parser.add_argument("--devices", type=int, default=2, help="simulated CPU devices per process")
+    parser.add_argument("options", nargs="*", help="options of train_lm.py, after --")
     given = parser.parse_args(argv)
     if min(given.processes, given.devices) < 1:
         parser.error(f"--processes and --devices must be at least 1, got {given.processes} and {given.devices}")

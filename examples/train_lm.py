@@ -1,12 +1,13 @@
-"""Trains a LongNet language model on bytes, from a laptop to many hosts: copy it and change it.
+"""Trains a byte-level LongNet language model on anything from a laptop to many hosts.
 
     python examples/train_lm.py --devices 8                       # 8 simulated CPU devices; `make train`
     python examples/train_lm.py --data 2 --ring 4 --data-path texts/ --resume
     python examples/launch_local.py --processes 2 --devices 2 -- --steps 30
-    python examples/train_lm.py --aot v5e:4x4 --seq-len 262144 ...    # compile for devices that are not there
+    python examples/train_lm.py --aot v5e:4x4 --seq-len 262144 ...    # compile ahead of time for a TPU
 
-What you will want to change is in this file: the options, the model, the loss and the step. Data, devices, checkpoints
-and display are in `examples/lm/`. Many hosts, checkpoints, memory and compiler flags: docs/training.md.
+The script is meant to be copied and modified. The options, the model, the loss and the training step are in this file;
+data, devices, checkpoints and display are in `examples/lm/`. See docs/training.md for multi-host runs, checkpoints,
+memory and compiler flags.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from flax import nnx
 from jax import Array, lax
 from jax.sharding import NamedSharding, PartitionSpec
 from lm import aot, data, devices, flags
+from lm.agreement import all_or_none
 from lm.checkpoints import Checkpoints, is_stuck
 from lm.display import Display, complain, flush_stdout, keep_stdout_for_records, memory_line, never_fail_to_encode
 from lm.flags import RunError, UserError, above, as_user_error, at_least, at_most, flag, one_of, parse
@@ -42,62 +44,62 @@ DTYPE = one_of("auto", "float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Everything that can be asked for; the defaults train on a laptop in a few minutes."""
+    """Command-line options; the defaults train on a laptop in a few minutes."""
 
-    # the model
-    layers: int = flag(2, "blocks", at_least(1))
+    # model
+    layers: int = flag(2, "transformer blocks", at_least(1))
     features: int = flag(64, "width of the residual stream", at_least(1))
     heads: int = flag(4, "query heads", at_least(1))
-    kv_heads: int = flag(0, "key/value heads; 0: as many as query heads", at_least(0))
-    segments: tuple[int, ...] = flag(
-        (128, 512, 2048), "segment lengths of the attention, of one branch each", at_least(1)
+    kv_heads: int = flag(0, "key/value heads; 0: same as --heads", at_least(0))
+    segments: tuple[int, ...] = flag((128, 512, 2048), "segment length of each attention branch", at_least(1))
+    rates: tuple[int, ...] = flag((1, 2, 4), "dilation rate of each attention branch", at_least(1))
+    positions: str = flag("rotary", "positional encoding: rotary or xpos")
+    dtype: str = flag("auto", "compute dtype; auto: bfloat16 if the devices support it natively, else float32", DTYPE)
+    remat: bool = flag(True, "rematerialize blocks in the backward pass, except attention")
+    # training
+    seq_len: int = flag(2048, "sequence length in bytes", at_least(2))
+    batch: int = flag(4, "sequences per optimizer step, over all devices", at_least(1))
+    accumulate: int = flag(1, "micro-batches per optimizer step", at_least(1))
+    steps: int = flag(250, "optimizer steps", at_least(1))
+    learning_rate: float = flag(1e-2, "peak learning rate", above(0))
+    warmup: int = flag(
+        20, "warmup steps; then the learning rate decays along a cosine to a tenth of its peak", at_least(1)
     )
-    rates: tuple[int, ...] = flag((1, 2, 4), "dilation rates, of the same branches", at_least(1))
-    positions: str = flag("rotary", "rotary or xpos")
-    dtype: str = flag("auto", "of the computation; auto: bfloat16 where the devices have it, else float32", DTYPE)
-    remat: bool = flag(True, "compute blocks again in the backward pass, all but attention")
-    # the training
-    seq_len: int = flag(2048, "bytes in a sequence", at_least(2))
-    batch: int = flag(4, "sequences in an optimiser step, of all devices together", at_least(1))
-    accumulate: int = flag(1, "micro-batches of a step, one after the other", at_least(1))
-    steps: int = flag(250, "optimiser steps", at_least(1))
-    learning_rate: float = flag(1e-2, "highest learning rate", above(0))
-    warmup: int = flag(20, "steps in which it rises; then it falls along a cosine to a tenth", at_least(1))
-    weight_decay: float = flag(0.1, "of AdamW, for matrices", at_least(0))
-    clip: float = flag(1.0, "largest norm of a gradient", above(0))
-    seed: int = flag(0, "of initial parameters, shuffling and sampling", at_least(0), at_most(2**32 - 1))
-    # the data
-    data_path: tuple[str, ...] = flag((), "files, folders or patterns; by default Python's standard library")
+    weight_decay: float = flag(0.1, "weight decay of AdamW, applied to matrices", at_least(0))
+    clip: float = flag(1.0, "maximum gradient norm", above(0))
+    seed: int = flag(0, "seed of initial parameters, shuffling and sampling", at_least(0), at_most(2**32 - 1))
+    # data
+    data_path: tuple[str, ...] = flag((), "files, folders or glob patterns; default: Python's standard library")
     eval_every: int = flag(100, "steps between evaluations on held-out documents; 0: none", at_least(0))
-    eval_batches: int = flag(2, "batches of an evaluation", at_least(1))
-    # the devices
-    data: int = flag(1, "mesh axis: devices that share the sequences of a batch, and the parameters", at_least(1))
-    ring: int = flag(0, "mesh axis: devices that share a sequence; 0: all that are left", at_least(0))
-    tensor: int = flag(1, "mesh axis: devices that share heads and hidden features", at_least(1))
-    layout: str = flag("auto", "contiguous or zigzag; auto: zigzag on a ring of several devices")
-    devices: int = flag(0, "simulated CPU devices of each process; 0: the devices that there are", at_least(0))
-    distributed: bool = flag(False, "several processes, which JAX finds by itself (SLURM, Cloud TPU)")
-    coordinator: str = flag("", "several processes: HOST:PORT of the first one", flags.ADDRESS)
-    num_processes: int = flag(1, "how many, with --coordinator", at_least(1))
-    process_id: int = flag(-1, "which one this is, from 0, with --coordinator", at_least(-1))
-    start_timeout: float = flag(60.0, "seconds in which all processes have to come", at_least(1))
-    # what is written and shown
-    out: str = flag("runs/lm", "folder for metrics, checkpoints, curve and sample", flags.NAMED_PATH, flags.PATH)
-    resume: bool = flag(False, "go on from the newest checkpoint, if there is one")
+    eval_batches: int = flag(2, "batches per evaluation", at_least(1))
+    # devices
+    data: int = flag(1, "mesh axis: devices that shard the batch and the parameters (FSDP)", at_least(1))
+    ring: int = flag(0, "mesh axis: devices that shard a sequence; 0: all remaining devices", at_least(0))
+    tensor: int = flag(1, "mesh axis: devices that shard heads and hidden features", at_least(1))
+    layout: str = flag("auto", "contiguous or zigzag; auto: zigzag if the ring has several devices")
+    devices: int = flag(0, "simulated CPU devices per process; 0: use the available devices", at_least(0))
+    distributed: bool = flag(False, "run several processes, detected by JAX (SLURM, Cloud TPU)")
+    coordinator: str = flag("", "run several processes: HOST:PORT of the first one", flags.ADDRESS)
+    num_processes: int = flag(1, "number of processes, with --coordinator", at_least(1))
+    process_id: int = flag(-1, "index of this process, from 0, with --coordinator", at_least(-1))
+    start_timeout: float = flag(60.0, "seconds within which all processes must join", at_least(1))
+    # output
+    out: str = flag("runs/lm", "folder for metrics, checkpoints, loss curve and sample", flags.NAMED_PATH, flags.PATH)
+    resume: bool = flag(False, "continue from the newest checkpoint, if there is one")
     overwrite: bool = flag(False, "delete an earlier run in the same folder; damaged checkpoints are kept")
-    save_every: int = flag(100, "steps between checkpoints; 0: at the end only", at_least(0))
-    keep: int = flag(3, "checkpoints that stay", at_least(1))
-    log_every: int = flag(10, "steps between lines", at_least(1))
-    json: bool = flag(False, "write the JSON lines to stdout, everything else to stderr")
-    prompt: str = flag("def ", "what the sample at the end begins with")
-    sample_bytes: int = flag(200, "length of the sample; 0: none", at_least(0))
+    save_every: int = flag(100, "steps between checkpoints; 0: only at the end", at_least(0))
+    keep: int = flag(3, "number of checkpoints to keep", at_least(1))
+    log_every: int = flag(10, "steps between log lines", at_least(1))
+    json: bool = flag(False, "write JSON lines to stdout and everything else to stderr")
+    prompt: str = flag("def ", "prompt of the final sample")
+    sample_bytes: int = flag(200, "length of the final sample; 0: none", at_least(0))
     profile: str = flag("", f"folder for a profile of {PROFILED_STEPS} steps", flags.PATH)
-    compile_only: bool = flag(False, "compile the training step, say what memory it takes, and end")
-    aot: str = flag("", "compile for devices that are not there, such as v5e:4x4 or H100 (8 of them), and end")
+    compile_only: bool = flag(False, "compile the training step, print its memory and exit")
+    aot: str = flag("", "compile for a topology such as v5e:4x4 or H100 (8 devices) and exit")
 
 
 class State(NamedTuple):
-    """What training changes; a checkpoint holds it whole."""
+    """Training state, saved in full by every checkpoint."""
 
     parameters: Any
     optimizer: Any
@@ -134,19 +136,22 @@ def learning_rate(config: Config) -> optax.Schedule:
 
 
 def is_matrix(parameter: Array) -> bool:
-    """Not a norm's scale or bias; all have a leading axis of layers but the last norm."""
+    """Returns whether a parameter is a matrix, not the scale or bias of a norm.
+
+    Parameters of blocks have a leading axis of layers.
+    """
     return parameter.ndim > 2 or (parameter.ndim == 2 and parameter.shape[0] == VOCABULARY)
 
 
-def filled(graph: Any, variables: nnx.State, parameters: Any) -> LongNetDecoder:
-    """The model with these parameters, a pure dict of arrays."""
+def load_params(graph: Any, variables: nnx.State, parameters: Any) -> LongNetDecoder:
+    """Returns the model with the given parameters, a pure dict of arrays."""
     variables = jax.tree.map(lambda x: x, variables)  # a copy: variables are mutable
     nnx.replace_by_pure_dict(variables, parameters)
     return nnx.merge(graph, variables)
 
 
 class Training:
-    """The pieces of a run on a mesh: shardings, and the functions that are compiled."""
+    """Shardings and compiled functions of a run on a mesh."""
 
     def __init__(self, config: Config, mesh: jax.sharding.Mesh) -> None:
         self.config, self.mesh = config, mesh
@@ -193,18 +198,18 @@ class Training:
         return LongNetDecoder(self.model_config, ring=ring, rngs=nnx.Rngs(self.config.seed))
 
     def new_state(self) -> State:
-        """The same numbers on every mesh: they are drawn as if on one device."""
+        """Returns the initial state, which is the same on every mesh: it is drawn as if on one device."""
         parameters = nnx.to_pure_dict(nnx.state(self.new_model(self.ring)))
         return State(parameters, self.optimizer.init(parameters), jax.random.key_data(jax.random.key(self.config.seed)))
 
     def loss(self, parameters: Any, part: data.Batch) -> tuple[Array, Array]:
-        """The loss of a micro-batch, summed over its tokens, and the number of tokens."""
-        model = filled(self.graph, self.variables, parameters)
+        """Returns the loss of a micro-batch, summed over its tokens, and the number of tokens."""
+        model = load_params(self.graph, self.variables, parameters)
         logits = model(part.tokens, segment_ids=part.segment_ids)
         return token_loss(logits, part.targets, part.weights)
 
     def train_step(self, state: State, batch: data.Batch) -> tuple[State, dict[str, Array]]:
-        """One step of the optimiser on all micro-batches: with sums over all tokens, the loss is that of any mesh."""
+        """Runs one optimizer step over all micro-batches; sums over all tokens make it independent of the mesh."""
 
         def add(sums: Any, part: data.Batch) -> tuple[Any, None]:
             value, gradient = jax.value_and_grad(self.loss, has_aux=True)(state.parameters, part)
@@ -221,7 +226,7 @@ class Training:
         return State(optax.apply_updates(state.parameters, changes), optimizer, state.rng), figures
 
     def sums(self, parameters: Any, batch: data.Batch) -> tuple[Array, Array]:
-        """The loss of all micro-batches, summed, and the number of tokens."""
+        """Returns the loss summed over all micro-batches, and the number of tokens."""
         _, sums = lax.scan(lambda _, part: (None, self.loss(parameters, part)), None, batch)
         return sums[0].sum(), sums[1].sum()
 
@@ -230,11 +235,11 @@ class Training:
         return data.Batches(documents, self.config.seq_len, devices.batch_sharding(self.mesh), layout, seed)
 
     def order(self) -> dict[str, int]:
-        """What a number of rows seen means: row `n` of a run follows from these, and from the data."""
+        """Returns what determines the order of rows: row `n` of a run depends on these values and on the data."""
         return {"seq_len": self.config.seq_len, "seed": self.config.seed}
 
     def facts(self) -> dict[str, str]:
-        """What the parameters mean: a checkpoint of a model with other facts is not for this one."""
+        """Returns the model options that a checkpoint must share for its parameters to be valid."""
         free = ("remat", "scan_layers", "dtype")
         fields = [field.name for field in dataclasses.fields(self.model_config) if field.name not in free]
         return {name: str(getattr(self.model_config, name)) for name in fields}
@@ -260,7 +265,7 @@ def train(training: Training, split: data.Split, display: Display, profile: Prof
         display.clock.reset(step)
         while step < config.steps and not asked:
             profile.before_step(step - first)
-            batch = batches.batch(rows, *sizes)  # read while the step before is computed
+            batch = batches.batch(rows, *sizes)  # read while the previous step is computed
             jax.block_until_ready(figures)
             state, figures = compiled(state, batch)
             step, rows = step + 1, rows + config.batch
@@ -285,7 +290,7 @@ def train(training: Training, split: data.Split, display: Display, profile: Prof
                 checkpoints.save(step, state, {**facts, "rows": rows})
                 display.clock.reset(step)
     if asked and step < config.steps:
-        display.say(f"asked to stop: step {step} is saved; --resume goes on from it")
+        display.say(f"stopped on request: step {step} is saved; continue with --resume")
         return 128 + stop.signal
     display.finish(sample(training, state) if config.sample_bytes else "", entropy)
     display.raise_problems()
@@ -295,30 +300,33 @@ def train(training: Training, split: data.Split, display: Display, profile: Prof
 def check_finite(step: int, figures: dict[str, Array]) -> None:
     for name in ("loss", "gradient_norm"):
         if not np.isfinite(value := float(figures[name])):
-            raise RunError(f"the {name} of step {step} is {value}; the checkpoints before it are kept")
+            raise RunError(f"the {name} of step {step} is {value}; earlier checkpoints are kept")
 
 
 def begin(
     training: Training, checkpoints: Checkpoints, facts: dict[str, Any], display: Display
 ) -> tuple[int, int, State]:
-    """Steps done, rows seen, and the state: those of the newest checkpoint, if the user wants to go on, or new ones.
+    """Returns the step, the number of rows consumed and the state, restored from the newest checkpoint or new.
 
-    Files of an earlier run are changed only after its checkpoint was accepted.
+    Files of an earlier run are changed only after its checkpoint has been accepted.
     """
     check = functools.partial(check_facts, facts)
     restored = checkpoints.restore(training.wanted, check) if training.config.resume else None
     if restored is not None:
-        display.say(f"going on from the checkpoint of step {restored.step}")
+        display.say(f"resuming from the checkpoint of step {restored.step}")
         if restored.facts["data"] != facts["data"]:
-            display.say(f"other data than those of the checkpoint: {facts['data']} instead of {restored.facts['data']}")
-    display.begin(restored.step if restored else 0)
+            display.say(
+                f"the data differs from that of the checkpoint: {facts['data']} instead of {restored.facts['data']}"
+            )
+    with all_or_none("use metrics.jsonl"):
+        display.begin(restored.step if restored else 0)
     display.attempt("config.json", lambda: write_config(display.folder, training.config))
     return (restored.step, restored.facts["rows"], restored.state) if restored else (0, 0, training.init())
 
 
 def check_facts(expected: dict[str, Any], found: dict[str, Any]) -> None:
-    """Refuses the checkpoint of another model, or one that counts other rows of the data, in one line."""
-    for kind, what in (("model", "is of another model"), ("order", "counts rows of data in another order")):
+    """Raises `UserError` if a checkpoint belongs to another model or orders the data differently."""
+    for kind, what in (("model", "belongs to another model"), ("order", "orders the data differently")):
         ours, theirs = expected[kind], found.get(kind, {})
         other = [f"{name} {theirs.get(name)} instead of {x}" for name, x in ours.items() if theirs.get(name) != x]
         if other:
@@ -326,7 +334,7 @@ def check_facts(expected: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def evaluate(training: Training, state: State, held_out: data.Batches, sizes: tuple[int, int]) -> float:
-    """The loss on held-out documents, per token."""
+    """Returns the loss per token on held-out documents."""
     config = training.config
     batches = (held_out.batch(i * config.batch, *sizes) for i in range(config.eval_batches))
     sums = [training.evaluate(state.parameters, batch) for batch in batches]
@@ -335,11 +343,11 @@ def evaluate(training: Training, state: State, held_out: data.Batches, sizes: tu
 
 
 def sample(training: Training, state: State) -> str:
-    """Text from the model, on one device with the decode cache; all processes help to bring the parameters there."""
+    """Generates text on one device with the decode cache; all processes take part in gathering the parameters."""
     parameters, rng = devices.whole_on_host((state.parameters, state.rng))
     if jax.process_index():
         return ""
-    model = filled(*nnx.split(nnx.eval_shape(functools.partial(training.new_model, None))), parameters)
+    model = load_params(*nnx.split(nnx.eval_shape(functools.partial(training.new_model, None))), parameters)
     prompt = np.frombuffer(os.fsencode(training.config.prompt) or b"\n", np.uint8)
     given, length = jnp.asarray(prompt, jnp.int32)[None], training.config.sample_bytes
     tokens = model.generate(given, length, rng=jax.random.wrap_key_data(rng), temperature=0.8)
@@ -348,7 +356,7 @@ def sample(training: Training, state: State) -> str:
 
 def check_processes(config: Config) -> None:
     if not config.coordinator and (config.num_processes, config.process_id) != (1, -1):
-        raise UserError("--num-processes and --process-id need --coordinator")
+        raise UserError("--num-processes and --process-id require --coordinator")
 
 
 def run(config: Config) -> int:
@@ -359,8 +367,8 @@ def run(config: Config) -> int:
         return run_on(config, None, jax.devices())
 
 
-def run_on(config: Config, target: Any | None, there: Sequence[jax.Device]) -> int:
-    mesh = devices.make_mesh(there, config.data, config.ring, config.tensor)
+def run_on(config: Config, target: Any | None, available: Sequence[jax.Device]) -> int:
+    mesh = devices.make_mesh(available, config.data, config.ring, config.tensor)
     training = Training(config, mesh)
     display = Display(pathlib.Path(config.out), config.steps, config.batch * config.seq_len, config.json)
     count = sum(x.size for x in jax.tree.leaves(training.wanted.parameters))
@@ -372,7 +380,7 @@ def run_on(config: Config, target: Any | None, there: Sequence[jax.Device]) -> i
             return 0 if aot.report(target, compiled, display.say) else 1
         display.say(memory_line(compiled))
         return 0
-    split = devices.read_alike(lambda: data.read_documents(config.data_path, display.say))
+    split = devices.read_same_data(lambda: data.read_documents(config.data_path, display.say))
     sizes = [f"{sum(x.size for x in part) / 1e6:.2f} MB in {len(part):,} documents" for part in split[:2]]
     display.say(f"data: {sizes[0]}, held out {sizes[1]}")
     profile, folder = Profile(config.profile, display.problem), pathlib.Path(config.out)
@@ -385,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = parse(Config, __doc__.splitlines()[0], argv)
         check_processes(config)
-        if config.json and argv is None:  # a process of its own
+        if config.json and argv is None:  # run as a script
             keep_stdout_for_records()
         return run(config)
     except (UserError, RunError) as error:
@@ -400,5 +408,5 @@ if __name__ == "__main__":
     code = main()
     flush_stdout()
     if is_stuck.is_set():
-        os._exit(code)  # Python would wait for the writer of the checkpoint
+        os._exit(code)  # at exit, Python would wait for the thread that writes the checkpoint
     sys.exit(code)

@@ -73,7 +73,7 @@ class Soak:
         with self._training:
             if mesh not in self._losses:
                 out = self.folder / f"reference-{len(self._losses)}"
-                Child(self, out, mesh).expect(0, "metrics, checkpoints, curve and sample are in")
+                Child(self, out, mesh).expect(0, "wrote metrics, checkpoints, loss curve and sample to")
                 self._losses[mesh] = read_losses(out / "metrics.jsonl")
                 if list(self._losses[mesh]) != list(range(1, STEPS + 1)):
                     raise Violation(f"the uninterrupted run on {mesh}: {self._losses[mesh]}")

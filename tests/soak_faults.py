@@ -32,6 +32,7 @@ REFUSED, FAILED, TERMINATED = 2, 1, 128 + signal.SIGTERM
 # the errors of a disk that fails: nothing on a healthy machine raises them, so the reader of orbax is replaced
 FAILING_DISK = f"""
 import sys
+sys.path.insert(0, {str(SCRIPT.parent)!r})
 from lm.checkpoints import Checkpoints
 import train_lm
 def read(self, step, **items):
@@ -98,7 +99,11 @@ class Child:
             raise Violation(f"still running after {LIFE_SECONDS:.0f} s: {self.text()[-300:]}")
 
     def trains(self) -> bool:
-        return "memory of a device" in self.text()
+        return "memory per device" in self.text()
+
+    def wait_for_steps(self, number: int) -> bool:
+        """Waits until so many steps are done; returns False if the process ends before."""
+        return self.wait_for(lambda: len(re.findall("^step ", self.text(), re.MULTILINE)) >= number, pause=0.005)
 
     def end(self) -> int:
         """Waits for the end, and returns the exit code."""
@@ -166,7 +171,7 @@ class Run:
     def check(self, child: Child, before: list[int]) -> None:
         """Checks that the start went on from the newest whole checkpoint, and that all losses are right."""
         text = child.text()
-        found = re.search(r"going on from the checkpoint of step (\d+)", text)
+        found = re.search(r"resuming from the checkpoint of step (\d+)", text)
         whole = [step for step in before if step not in self.damaged]
         if child.trains():
             start = int(found[1]) if found else 0
@@ -207,8 +212,8 @@ def read_losses(path: pathlib.Path) -> dict[int, float]:
 
 def killed(run: Run) -> Child:
     child = run.start()
-    if child.wait_for(child.trains):
-        time.sleep(run.draw.uniform(0, 2.5))
+    if child.wait_for_steps(run.draw.randrange(1, 9)):
+        time.sleep(run.draw.uniform(0, 0.3))
     return child
 
 
@@ -220,8 +225,7 @@ def killed_early(run: Run) -> Child:
 
 def killed_while_saving(run: Run) -> Child:
     child = run.start()
-    if child.wait_for(child.trains):
-        time.sleep(run.draw.uniform(0, 1))
+    if child.wait_for_steps(run.draw.randrange(1, 9)):
         child.wait_for(run.is_saving, pause=0.001)
         time.sleep(run.draw.uniform(0, 0.15))
     return child
@@ -229,10 +233,9 @@ def killed_while_saving(run: Run) -> Child:
 
 def asked_to_stop(run: Run) -> Child:
     child = run.start()
-    if child.wait_for(child.trains):
-        time.sleep(run.draw.uniform(0.2, 1.5))
+    if child.wait_for_steps(run.draw.randrange(1, 6)):
         child.process.send_signal(signal.SIGTERM)
-        if child.end() not in (0, TERMINATED, -signal.SIGTERM):  # the last: before it began to listen
+        if child.end() not in (0, TERMINATED):
             raise Violation(f"asked to stop, ended with {child.process.returncode}: {child.text()[-500:]}")
         if child.process.returncode == TERMINATED and max(run.steps()) != max(read_losses(run.metrics)):
             raise Violation(f"asked to stop, saved {run.steps()} of {max(read_losses(run.metrics))} steps")
@@ -242,9 +245,8 @@ def asked_to_stop(run: Run) -> Child:
 def full_disk(run: Run) -> Child:
     """The disk is full for some time; without a small disk of our own, no file may grow."""
     child = run.start()
-    if not child.wait_for(child.trains):
+    if not child.wait_for_steps(run.draw.randrange(1, 6)):
         return child
-    time.sleep(run.draw.uniform(0, 1))
     filler = run.disk / "filler" if run.disk and run.draw.random() < 0.7 else None
     try:
         if filler:
@@ -276,7 +278,7 @@ def fill(path: pathlib.Path) -> None:
 def second_run(run: Run) -> Child:
     """A second run in the same folder is refused; the first one is stopped meanwhile, and goes on."""
     child = run.start()
-    if child.wait_for(child.trains) and child.process.poll() is None:
+    if child.wait_for_steps(1):
         child.process.send_signal(signal.SIGSTOP)
         if child.process.poll() is None:
             run.start().expect(REFUSED, f"is used by another run (process {child.process.pid} on ")

@@ -150,13 +150,13 @@ def test_other_numbers_under_the_same_names_are_noticed(three, lines, monkeypatc
 
     monkeypatch.setattr(Checkpoints, "_read", read)
     assert restored(three, lines).step == 2
-    assert "its arrays are not those that were saved" in lines[0]
+    assert "its arrays differ from those that were saved" in lines[0]
 
 
 def test_none_whole_is_an_error_not_a_new_beginning(three, lines):
     for step in ("2", "3"):
         files_of(three / step / "state")[0].write_bytes(b"")
-    with pytest.raises(UserError, match="no checkpoint is whole"):
+    with pytest.raises(UserError, match="no checkpoint is intact"):
         restored(three, lines)
     assert sorted(x.name for x in three.iterdir()) == ["damaged-2", "damaged-3"]
 
@@ -274,7 +274,7 @@ def test_where_all_were_set_aside_a_second_start_is_refused_too(three, lines):
     for step in ("2", "3"):
         files_of(three / step / "state")[0].write_bytes(b"")
     for _ in range(2):
-        with pytest.raises(UserError, match=r"no checkpoint is whole \(kept: damaged-2, damaged-3\): .*--overwrite"):
+        with pytest.raises(UserError, match=r"no checkpoint is intact \(kept: damaged-2, damaged-3\): .*--overwrite"):
             restored(three, lines)
 
 
@@ -283,7 +283,7 @@ def test_facts_that_changed_are_damage(three, lines, change):
     path = three / "3" / "facts" / "metadata"
     path.write_text(json.dumps(json.loads(path.read_text()) | change if change else [1]))
     assert restored(three, lines).step == 2
-    assert lines[0].endswith("its facts are not those that were saved")
+    assert lines[0].endswith("its metadata differs from what was saved")
 
 
 def test_other_arrays_are_refused_and_nothing_is_set_aside(three, lines):
@@ -326,7 +326,7 @@ def test_numbers_that_are_not_finite_are_not_saved(three, lines, name, value):
     given = state(seed=4)
     given[name] = given[name].at[5, 5].set(value)
     again = Checkpoints(three, 2, lines)
-    with pytest.raises(RunError, match="of step 4 are not finite; they are not saved, steps with a checkpoint: 2, 3"):
+    with pytest.raises(RunError, match="of step 4 are not finite and are not saved; steps with a checkpoint: 2, 3"):
         again.save(4, given, {"model": "mine"})
     again.close()
     assert restored(three, lines).step == 3
@@ -343,13 +343,13 @@ def test_a_checkpoint_with_nan_is_set_aside_for_the_one_before(three, lines, mon
         older.close()
     assert restored(three, lines).step == 3
     assert lines == [
-        f"the checkpoint of step 4 in {three} is damaged and is not used: not all of its numbers are finite"
+        f"the checkpoint of step 4 in {three} is damaged and is not used: not all of its values are finite"
     ]
 
 
 def test_a_save_that_orbax_declines_is_an_error(three, lines):
     again = Checkpoints(three, 2, lines)
-    with pytest.raises(CheckpointError, match=r"step 1 could not be written to .*: there is a later one"):
+    with pytest.raises(CheckpointError, match=r"step 1 could not be written to .*: a later checkpoint exists"):
         again.save(1, state(seed=1), {"model": "mine"})
     again.close()
 
@@ -375,7 +375,7 @@ def test_an_error_does_not_wait_for_ever(tmp_path, lines, monkeypatch):
     monkeypatch.setattr(checkpoints, "wait", lambda: ended.wait(60))
     with pytest.raises(ZeroDivisionError), checkpoints:
         raise ZeroDivisionError
-    assert lines == ["the checkpoint of step 1 was not written within 0 s and is given up"]
+    assert lines == ["the checkpoint of step 1 was not written within 0 s and was abandoned"]
     assert checkpoints_module.is_stuck.is_set()
     ended.set()
     monkeypatch.undo()

@@ -56,7 +56,9 @@ def test_an_earlier_run_is_neither_deleted_nor_continued_unasked(tmp_path, lines
     earlier_run(tmp_path)
     other = {"checkpoints": "metrics.jsonl", "metrics.jsonl": "checkpoints"}[left]
     (tmp_path / other).rename(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="holds an earlier run: --resume goes on with it, --overwrite deletes it"):
+    with pytest.raises(
+        UserError, match="contains an earlier run: pass --resume to continue it, --overwrite to delete it"
+    ):
         used(tmp_path, lines)
     assert (tmp_path / left).exists()
 
@@ -86,7 +88,7 @@ def test_overwriting_does_not_follow_a_link_to_checkpoints(tmp_path, lines):
     (mine / "checkpoints").symlink_to(theirs / "checkpoints")
     (mine / "metrics.jsonl").write_text("{}\n")
     with pytest.raises(
-        UserError, match=r"checkpoints is a link to .*theirs/checkpoints, and .* is not deleted: remove"
+        UserError, match=r"checkpoints is a link to .*theirs/checkpoints, whose target is not deleted: remove"
     ):
         used(mine, lines, overwrite=True)
     assert (theirs / "checkpoints" / "4").is_dir()
@@ -127,6 +129,7 @@ def test_a_second_run_is_refused_with_the_process_that_holds_the_folder(tmp_path
 def test_a_killed_run_releases_the_folder(tmp_path, lines):
     code = f"""
 import pathlib, sys, time
+sys.path.insert(0, {str(EXAMPLES)!r})
 from lm.lock import FolderLock
 lock = FolderLock(pathlib.Path({str(tmp_path)!r}), print)
 print("locked", flush=True)
@@ -151,14 +154,14 @@ def test_a_file_system_without_locks_is_a_warning(tmp_path, lines, monkeypatch, 
     monkeypatch.setattr(lock.fcntl, "flock", flock)
     used(tmp_path, lines)
     (line,) = lines
-    assert line == f"{tmp_path} cannot be locked ({os.strerror(number)}): make sure that no other run uses it"
+    assert line == f"{tmp_path} cannot be locked ({os.strerror(number)}): make sure that no other run uses this folder"
 
 
 @pytest.mark.parametrize("kind", ["link", "fifo", "folder"])
 def test_a_lock_that_is_no_plain_file_is_refused(tmp_path, lines, kind):
     path = tmp_path / "lock"
     {"link": lambda: path.symlink_to("x"), "fifo": lambda: os.mkfifo(path), "folder": path.mkdir}[kind]()
-    with pytest.raises(UserError, match=r"lock (cannot be opened: |must be a plain file)"):
+    with pytest.raises(UserError, match=r"lock (cannot be opened: |must be a regular file)"):
         used(tmp_path, lines)
 
 
@@ -175,7 +178,7 @@ def test_records_are_read_up_to_the_first_torn_line(tmp_path, torn):
     metrics = Metrics(path)
     records, line = metrics.begin(9)
     assert records == [{"step": 1}, {"step": 2}]
-    assert line == f"{path}: line 3 is not a record; it is cut off, with all that follows"
+    assert line == f"{path}: line 3 is not a valid record; it is removed with everything after it"
     assert path.read_bytes() == whole
     metrics.add({"step": 3})
     assert path.read_bytes() == whole + b'{"step": 3}\n'
@@ -189,10 +192,14 @@ def test_records_after_the_checkpoint_are_cut_off(tmp_path):
     assert path.read_bytes() == b""
 
 
-def test_a_file_of_records_that_cannot_be_read_stops_the_run(tmp_path):
-    (tmp_path / "metrics.jsonl").mkdir()
-    with pytest.raises(RunError, match=r"metrics\.jsonl cannot be used: Is a directory"):
+def test_a_file_of_records_that_cannot_be_used_stops_the_run(tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    with pytest.raises(RunError, match=r"metrics\.jsonl must be a file"):
         Metrics(tmp_path / "metrics.jsonl").begin(3)
+    (tmp_path / "old").write_text("{}\n")
+    monkeypatch.setattr("lm.records.os.truncate", lambda *_: os.open(tmp_path / "gone" / "x", os.O_RDONLY))
+    with pytest.raises(RunError, match="old cannot be used: No such file or directory"):
+        Metrics(tmp_path / "old").begin(3)
 
 
 def test_a_record_that_a_full_disk_refused_is_written_later(tmp_path, monkeypatch, capsys):
@@ -216,7 +223,7 @@ def test_a_record_that_a_full_disk_refused_is_written_later(tmp_path, monkeypatc
     assert Metrics(tmp_path / "metrics.jsonl").begin(9) == ([record(step) for step in (1, 2, 3, 4)], "")
     said = f"metrics.jsonl could not be written to {tmp_path}: no space left on device"
     assert capsys.readouterr().out.replace("\n", " ").count(said) == 1
-    with pytest.raises(RunError, match="the run is complete, but not all could be written: " + said):
+    with pytest.raises(RunError, match="the run is complete, but some output could not be written: " + said):
         display.raise_problems()
 
 
@@ -233,7 +240,7 @@ def test_a_sample_or_curve_that_cannot_be_written_is_one_line(tmp_path, monkeypa
     other = {"sample.txt": "loss.png", "loss.png": "sample.txt"}[name]
     assert (tmp_path / other).read_bytes() == {"sample.txt": "löss ×".encode(), "loss.png": b"PNG"}[other]
     assert not list(tmp_path.glob(".*"))
-    assert "metrics, checkpoints, curve and sample are in" in capsys.readouterr().out
+    assert "wrote metrics, checkpoints, loss curve and sample to" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("as_json", [False, True])

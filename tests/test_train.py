@@ -112,7 +112,7 @@ def test_goes_on_over_data_ring_and_tensor_until_asked_to_stop(run, texts, tmp_p
     assert losses(out) == pytest.approx({step: before[step] for step in (1, 2, 3)}, rel=1e-4)
     assert records(out)[2]["seconds_per_step"] != records(run)[2]["seconds_per_step"]  # computed again
     assert sorted(x.name for x in (out / "checkpoints").iterdir()) == ["2", "3"]
-    assert "asked to stop: step 3 is saved; --resume goes on from it" in capsys.readouterr().out
+    assert "stopped on request: step 3 is saved; continue with --resume" in capsys.readouterr().out
 
 
 def test_parameters_and_moments_are_sharded_and_drawn_alike(quick):
@@ -135,7 +135,7 @@ def test_parameters_and_moments_are_sharded_and_drawn_alike(quick):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--data 3 --ring 4", "a mesh of data 3 x ring 4 x tensor 1 takes 12 devices, and there are 8"),
+        ("--data 3 --ring 4", "a mesh of data 3 x ring 4 x tensor 1 needs 12 devices, but only 8 are available"),
         ("--data 0", "--data must be at least 1, got 0"),
         ("--keep 0", "--keep must be at least 1, got 0"),
         ("--log-every 0", "--log-every must be at least 1, got 0"),
@@ -147,16 +147,19 @@ def test_parameters_and_moments_are_sharded_and_drawn_alike(quick):
         ("--rates 1,2,3", "got 2 and 3"),
         ("--dtype float33", "float33"),
         ("--layout spiral", "`layout` must be one of ('contiguous', 'zigzag'), got 'spiral'."),
-        ("--steps many", "argument --steps: invalid int value: 'many' (--help lists the options)"),
-        ("--colour red", "unrecognized arguments: --colour red (--help lists the options)"),
-        ("--data-path nowhere --ring 1", "--data-path nowhere: there is no such file"),
-        ("--data-path {empty} --ring 1", "no bytes at all"),
+        ("--steps many", "argument --steps: invalid int value: 'many' (see --help)"),
+        ("--colour red", "unrecognized arguments: --colour red (see --help)"),
+        ("--data-path nowhere --ring 1", "--data-path nowhere: no such file or folder"),
+        ("--data-path {empty} --ring 1", "no bytes to train on"),
         ("--data-path {dangling} --ring 1", "cannot be read: No such file or directory"),
-        ("--overwrite --resume --ring 1", "--overwrite and --resume exclude each other"),
+        ("--overwrite --resume --ring 1", "--overwrite and --resume are mutually exclusive"),
         ("--out {empty}/file/run --ring 1", "Not a directory"),
         ("--out {empty}/{long} --ring 1", "File name too long"),
         ("--profile {empty}/file/x --ring 1", "/file/x cannot be written to: Not a directory"),
-        ("--coordinator localhost:1", "--coordinator needs --num-processes and --process-id below it, got 1 and -1"),
+        (
+            "--coordinator localhost:1",
+            "--coordinator requires --num-processes and a --process-id below it, got 1 and -1",
+        ),
         ("--aot v9:2x2", "`topology` must be one of"),
     ],
 )
@@ -178,12 +181,12 @@ def test_another_model_and_another_run_are_one_line(run, texts, capsys):
     files = {x: x.read_bytes() for x in run.rglob("*") if x.is_file() and x.name != "lock"}
     assert train_lm.main([*given, "--resume", "--features", "64", "--rates", "1,4"]) == 2
     line = one_line(capsys)
-    assert line.startswith("--resume: the checkpoint is of another model: features 32 instead of 64, pattern ")
+    assert line.startswith("--resume: the checkpoint belongs to another model: features 32 instead of 64, pattern ")
     assert train_lm.main(given) == 2
-    assert one_line(capsys).startswith(f"{run} holds an earlier run: --resume goes on with it")
+    assert one_line(capsys).startswith(f"{run} contains an earlier run: pass --resume to continue it")
     for other, name in (("--seq-len 32", "seq_len 64 instead of 32"), ("--seed 1", "seed 0 instead of 1")):
         assert train_lm.main([*given, "--resume", *words(other)]) == 2
-        assert one_line(capsys) == f"--resume: the checkpoint counts rows of data in another order: {name}"
+        assert one_line(capsys) == f"--resume: the checkpoint orders the data differently: {name}"
     assert {x: x.read_bytes() for x in run.rglob("*") if x.is_file() and x.name != "lock"} == files
     assert sorted(x.name for x in (run / "checkpoints").iterdir()) == ["2", "4"]
 
@@ -276,7 +279,7 @@ def test_asked_to_stop(texts, tmp_path, processes):
     whole = trained(tmp_path / "whole", *options, processes=processes or 1)
     code, output, _ = interrupted(tmp_path / "run", 7, signal.SIGTERM, *options, processes=processes)
     assert code == 143
-    assert "is saved; --resume goes on from it" in output
+    assert "is saved; continue with --resume" in output
     newest = max(int(x.name) for x in (tmp_path / "run" / "checkpoints").iterdir())
     assert newest == max(losses(tmp_path / "run")) < 30
     assert trained(tmp_path / "run", *options, "--resume", processes=processes or 1) == whole
@@ -296,7 +299,7 @@ def test_a_damaged_newest_checkpoint_is_reported(uninterrupted, texts, tmp_path)
         check=True,
     )
     assert "the checkpoint of step 30 in " in done.stdout
-    assert "going on from the checkpoint of step 20" in done.stdout
+    assert "resuming from the checkpoint of step 20" in done.stdout
     assert losses(tmp_path / "run") == uninterrupted
     assert not done.stderr
 

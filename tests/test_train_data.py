@@ -143,9 +143,9 @@ def test_paths_that_cannot_be_read(tmp_path):
     (tmp_path / "texts" / "empty.txt").write_bytes(b"")
     (tmp_path / "dangling").symlink_to(tmp_path / "gone")
     for path, message in (
-        ("missing", "there is no such file"),
-        ("texts", "no bytes at all"),
-        ("texts/*.md", "there is no such file"),
+        ("missing", "no such file or folder"),
+        ("texts", "no bytes to train on"),
+        ("texts/*.md", "no such file or folder"),
         ("dangling", "cannot be read: No such file or directory"),
     ):
         with pytest.raises(UserError, match=message):

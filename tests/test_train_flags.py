@@ -43,7 +43,7 @@ def test_values_out_of_range_are_refused_in_one_line(option, value, rule, capsys
 @pytest.mark.parametrize("options", ["--num-processes=2", "--process-id=0", "--num-processes=2 --process-id=1"])
 def test_numbers_of_processes_need_a_coordinator(options, capsys):
     assert train_lm.main(options.split()) == 2
-    assert capsys.readouterr().err == "train_lm: --num-processes and --process-id need --coordinator\n"
+    assert capsys.readouterr().err == "train_lm: --num-processes and --process-id require --coordinator\n"
 
 
 @pytest.mark.parametrize("options", ["--steps=x", "--clip=", "--rates=1,x", "--segments=1.5", "--steps=" + "9" * 5000])
@@ -63,3 +63,12 @@ def test_values_in_range_are_taken():
     assert jax.random.key_data(jax.random.key(config.seed)).tolist() == [0, 2**32 - 1]
     for name in ("host.example:1", "10.0.0.1:80", "node-1_a:9"):
         assert train_lm.parse(train_lm.Config, "", ["--coordinator", name]).coordinator == name
+
+
+def test_ctrl_c_before_training_is_one_line(capsys, monkeypatch):
+    def run(config):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(train_lm, "run", run)
+    assert train_lm.main([]) == 130
+    assert capsys.readouterr().err == "train_lm: interrupted\n"

@@ -1,3 +1,3 @@
-"""The machinery of `train_lm.py`: data, devices, checkpoints and what a person sees."""
+"""Data, devices, checkpoints and display of `train_lm.py`."""
 
-LAUNCHER_PIPE = "RINGJAX_LAUNCHER_PIPE"  # environment variable: a descriptor that closes when the launcher ends
+LAUNCHER_PIPE = "RINGJAX_LAUNCHER_PIPE"  # environment variable: a file descriptor that closes when the launcher exits

@@ -1,4 +1,4 @@
-"""Errors that all processes of a run report together: one that stopped alone would leave the others waiting."""
+"""Makes all processes of a run fail together: if one stopped alone, the others would wait for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lm.flags import RunError, UserError
 
 
 def highest(number: int) -> int:
-    """Returns the highest of the numbers that the processes pass; all of them call it."""
+    """Returns the maximum of `number` over all processes; every process must call it."""
     if jax.process_count() == 1:
         return number
     return int(np.max(multihost_utils.process_allgather(np.array([number], np.int32))))
@@ -21,7 +21,7 @@ def highest(number: int) -> int:
 
 @contextlib.contextmanager
 def all_or_none(what: str) -> Iterator[None]:
-    """Runs a block that may raise `UserError` or `RunError`; if it does on one process, the others raise it too."""
+    """Runs a block that may raise `UserError` or `RunError`; if it does in one process, it does in all of them."""
     failure: UserError | RunError | None = None
     try:
         yield
@@ -31,4 +31,4 @@ def all_or_none(what: str) -> Iterator[None]:
     if failure is not None:
         raise failure
     if code:
-        raise (UserError if code == 2 else RunError)(f"another process could not {what}: see its message")
+        raise (UserError if code == 2 else RunError)(f"another process could not {what}; see its message")

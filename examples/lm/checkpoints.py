@@ -1,9 +1,9 @@
-"""Checkpoints that are written in the background, appear whole or not at all, and are checked when they are read.
+"""Saves checkpoints in the background, atomically, and verifies them on restore.
 
-A checkpoint is a pytree of arrays (each process writes the parts that its devices hold) and a small dict of facts.
-Among them is a fingerprint of every array, which is the same on every mesh, so that a checkpoint is checked bit by bit
-wherever it is read. A damaged one is reported, set aside, and the one before it is used. One that cannot be read for
-another reason (permissions, a failing disk, too little memory) stops the run and stays where it is.
+A checkpoint is a pytree of arrays (each process writes the shards of its devices) and a small dict of facts (metadata).
+The facts contain a fingerprint of every array that is the same on every mesh, so a checkpoint is verified bit by bit on
+whatever mesh it is restored. A damaged checkpoint is reported and renamed, and the previous one is used. If one cannot
+be read for another reason (permissions, an I/O error, too little memory), the run stops and leaves it in place.
 """
 
 from __future__ import annotations
@@ -31,23 +31,26 @@ from lm.integrity import Diagnosis, Facts, Tree, diagnose, digest, fingerprint, 
 
 __all__ = ["WAIT_SECONDS", "CheckpointError", "Checkpoints", "Restored", "fingerprint", "is_stuck"]
 
-WAIT_SECONDS = 60.0  # for a checkpoint that is being written when the run fails
-is_stuck = threading.Event()  # whether one was given up; its writer would keep the process from ending
+WAIT_SECONDS = 60.0  # how long a failing run waits for the checkpoint that is being written
+is_stuck = threading.Event()  # set if a checkpoint was abandoned: its writer would keep the process from exiting
 _MIDWAY = ".orbax-checkpoint-tmp"  # in the names of checkpoints that are being written
-_ATTEMPTS, _PAUSE = 3, 0.1  # to remove one: writers that orbax gave up may still add to it, the next start removes it
+_ATTEMPTS, _PAUSE = (
+    3,
+    0.1,
+)  # attempts to remove one: writers that orbax abandoned may still add files; the next start removes the rest
 _READABLE, _DAMAGED, _UNREADABLE = range(3)
 
 
 class CheckpointError(RunError):
-    """A checkpoint could not be written; the text is one line."""
+    """Raised if a checkpoint cannot be written; the message is one line."""
 
 
 class Damaged(ValueError):
-    """What was read of a checkpoint is wrong."""
+    """Raised if the content of a checkpoint was read and is wrong."""
 
 
 class Restored(NamedTuple):
-    """What a checkpoint holds."""
+    """Content of a checkpoint."""
 
     step: int
     state: Tree
@@ -55,17 +58,17 @@ class Restored(NamedTuple):
 
 
 class Checkpoints:
-    """The checkpoints in a folder, the newest `keep` of them.
+    """Manages the newest `keep` checkpoints in a folder.
 
-    As a context manager it waits for the one that is being written, for a limited time if an error is on its way.
+    As a context manager, it waits on exit for the checkpoint that is being written, for a limited time after an error.
 
     Args:
-        folder: Where they are; all processes see the same.
-        keep: How many stay.
-        report: Takes a line for the user.
+        folder: Folder of the checkpoints, shared by all processes.
+        keep: Number of checkpoints to keep.
+        report: Receives messages for the user.
 
     Raises:
-        UserError: If there can be no such folder.
+        UserError: If the folder cannot be created.
     """
 
     def __init__(self, folder: pathlib.Path, keep: int, report: Callable[[str], None]) -> None:
@@ -89,7 +92,7 @@ class Checkpoints:
             self._wait_briefly()
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint."""
+        """Returns the steps that have a checkpoint."""
         return sorted(int(x.name) for x in self._entries() if re.fullmatch("[0-9]+", x.name))
 
     def _entries(self) -> list[pathlib.Path]:
@@ -99,11 +102,11 @@ class Checkpoints:
             raise RunError(f"{self.folder} cannot be read: {error.strerror}") from error
 
     def save(self, step: int, state: Tree, facts: Facts) -> None:
-        """Begins to write a checkpoint and returns; the arrays may be donated afterwards.
+        """Starts writing a checkpoint and returns; the arrays may be donated afterwards.
 
         Raises:
-            CheckpointError: If this one, or the one before it, cannot be written.
-            RunError: If not all numbers are finite: such a state is not saved.
+            CheckpointError: If this checkpoint or the previous one cannot be written.
+            RunError: If a value is not finite; such a state is never saved.
         """
         self.wait()
         if step in self.steps():
@@ -111,30 +114,30 @@ class Checkpoints:
         found = summarize(state)
         if not found.is_finite:
             raise RunError(
-                f"the parameters or moments of step {step} are not finite; they are not saved, "
-                f"{self._kept('and no checkpoint is before them')}"
+                f"the parameters or moments of step {step} are not finite and are not saved; "
+                f"{self._kept('no earlier checkpoint exists')}"
             )
         facts = {**facts, "step": step, "fingerprint": found.fingerprint, "arrays": signature(state)}
-        facts = json.loads(json.dumps(facts))  # as it will be read
+        facts = json.loads(json.dumps(facts))  # as it will be read back
         facts["digest"] = digest(facts)
         items = ocp.args.Composite(state=ocp.args.StandardSave(state), facts=ocp.args.JsonSave(facts))
         with self._explained(step):
             if not self.manager.save(step, args=items):
-                raise ValueError("there is a later one")
+                raise ValueError("a later checkpoint exists")
         self._writing = step
 
     def wait(self) -> None:
-        """Waits until what was begun is on disk; `CheckpointError` if it cannot be."""
+        """Waits until the pending checkpoint is on disk; raises `CheckpointError` if it cannot be written."""
         if self._writing is not None:
             with self._explained(self._writing):
                 self.manager.wait_until_finished()
                 self.manager.check_for_errors()
                 if self._writing not in self.steps():
-                    raise ValueError("it is gone")
+                    raise ValueError("it has disappeared")
             self._writing = None
 
     def _wait_briefly(self) -> None:
-        """Waits for what was begun while an error is on its way, which is not to be replaced by another one."""
+        """Waits for the pending checkpoint after an error; never raises, so as not to hide that error."""
         if (step := self._writing) is None:
             return
         failed: list[str] = []
@@ -150,26 +153,28 @@ class Checkpoints:
         waiting.join(WAIT_SECONDS)
         if waiting.is_alive():
             is_stuck.set()
-            failed.append(f"the checkpoint of step {step} was not written within {WAIT_SECONDS:.0f} s and is given up")
+            failed.append(
+                f"the checkpoint of step {step} was not written within {WAIT_SECONDS:.0f} s and was abandoned"
+            )
         for line in failed:
             self.report(line)
 
     def close(self) -> None:
-        """Waits, and ends what works in the background."""
+        """Waits for the pending checkpoint and stops the background threads."""
         self.wait()
         self.manager.close()
 
     def restore(self, wanted: Tree, check: Callable[[Facts], None]) -> Restored | None:
-        """The newest checkpoint that is whole, or None where there is none at all.
+        """Returns the newest intact checkpoint, or None if the folder has none.
 
         Args:
-            wanted: `jax.ShapeDtypeStruct`s with the shardings that the arrays shall have.
-            check: Raises `UserError` if the facts are those of something else.
+            wanted: Pytree of `jax.ShapeDtypeStruct` with the desired shardings.
+            check: Raises `UserError` if the facts do not belong to this run.
 
         Raises:
-            UserError: If `check` does, if the arrays have other names, shapes or dtypes, or if there are checkpoints
-                and none is whole.
-            RunError: If one cannot be read, for a reason that says nothing about its content.
+            UserError: If `check` raises it, if the arrays differ in name, shape or dtype, or if every checkpoint is
+                damaged.
+            RunError: If a checkpoint cannot be read for a reason other than damage.
         """
         steps = self.steps()
         for step in reversed(steps):
@@ -184,8 +189,8 @@ class Checkpoints:
         aside = sorted(x.name for x in self._entries() if x.name.startswith("damaged-"))
         if aside:
             raise UserError(
-                f"{self.folder}: no checkpoint is whole (kept: {', '.join(aside)}): to begin anew, use --overwrite or "
-                f"another --out; to try one again, rename it to its step"
+                f"{self.folder}: no checkpoint is intact (kept: {', '.join(aside)}): to start over, pass --overwrite "
+                f"or another --out; to retry one, rename it to its step"
             )
         return None
 
@@ -195,30 +200,30 @@ class Checkpoints:
     def _facts(self, step: int) -> Facts:
         facts = self._read(step, facts=ocp.args.JsonRestore()).facts
         if not isinstance(facts, dict) or facts.get("digest") != digest(facts):
-            raise Damaged("its facts are not those that were saved")
+            raise Damaged("its metadata differs from what was saved")
         if facts["step"] != step:
-            raise Damaged(f"it is of step {facts['step']}")
+            raise Damaged(f"it belongs to step {facts['step']}")
         return facts
 
     def _state(self, step: int, wanted: Tree, facts: Facts) -> Tree:
         state = self._read(step, state=ocp.args.StandardRestore(wanted)).state
         found = summarize(state)
         if found.fingerprint != facts["fingerprint"]:
-            raise Damaged("its arrays are not those that were saved")
+            raise Damaged("its arrays differ from those that were saved")
         if not found.is_finite:
-            raise Damaged("not all of its numbers are finite")
+            raise Damaged("not all of its values are finite")
         return state
 
     def _attempt(self, step: int, read: Callable[[], Any]) -> tuple[Any, str]:
-        """What was read, and what was wrong with it on any of the processes.
+        """Returns what `read` returns, and a description of the damage that any process found ("" if none).
 
         Raises:
-            RunError: If it could not be read on one of them.
+            RunError: If a process could not read the checkpoint.
         """
         found, outcome, text = None, _READABLE, ""
         try:
             found = read()
-        except Exception as error:  # orbax and tensorstore raise many kinds
+        except Exception as error:  # orbax and tensorstore raise many types
             is_certain = isinstance(error, Damaged)
             damage = Diagnosis(True, str(error)) if is_certain else diagnose(error, self.folder / str(step))
             outcome, text = (_DAMAGED if damage.is_damage else _UNREADABLE), damage.reason
@@ -266,17 +271,19 @@ class Checkpoints:
 
 
 def _check_arrays(found: dict[str, str], wanted: dict[str, str]) -> None:
-    """Refuses a checkpoint with other arrays, for example of another optimizer."""
+    """Raises `UserError` if a checkpoint has other arrays, for example those of another optimizer."""
     other = [x for x in sorted(found.keys() | wanted.keys()) if found.get(x) != wanted.get(x)]
     if other:
         first = f"{other[0]} is {found.get(other[0], 'missing')} instead of {wanted.get(other[0], 'missing')}"
-        raise UserError(f"--resume: the checkpoint is of another model or optimizer: {first}, {len(other)} in all")
+        raise UserError(
+            f"--resume: the checkpoint belongs to another model or optimizer: {first} ({len(other)} arrays differ)"
+        )
 
 
-@functools.cache  # once
+@functools.cache  # runs once
 def _quiet() -> None:
-    """Silences tracebacks of what is handled here: those that orbax logs, and those of the coroutines that it abandons
-    when the first of many files cannot be read or written.
+    """Silences tracebacks of errors that are handled here: those that orbax logs, and those of the coroutines that
+    orbax abandons when one of many files cannot be read or written.
     """
     logging.getLogger("absl").setLevel(logging.CRITICAL)
     logging.getLogger("asyncio").setLevel(logging.CRITICAL)

@@ -1,11 +1,11 @@
-"""Bytes of files as batches of packed documents: deterministic, resumable, read only where they are needed.
+"""Batches of packed documents: deterministic, resumable, and read only by the processes that need them.
 
-The documents of an epoch stand one behind the other, as a stream, which is cut into *rows* of `seq_len` bytes; both
-documents and rows come in an order drawn from (seed, epoch). So row `n` of a run is a function of `n` alone, and
-the number of rows seen is all that a checkpoint has to remember.
+The documents of an epoch are concatenated into a stream, which is cut into *rows* of `seq_len` bytes. The order of
+documents and of rows is drawn from (seed, epoch). Row `n` of a run is therefore a function of `n` alone, and a
+checkpoint only needs the number of rows consumed.
 
-Every array is made by `jax.make_array_from_callback`: a process reads those positions of those rows that its own
-devices hold, in the order in which the ring stores them.
+Arrays are created with `jax.make_array_from_callback`: a process reads only the positions and rows that its own devices
+hold, in the order in which the ring stores them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Batch", "Batches", "Document", "Split", "Stream", "read_documents", 
 
 
 class Stream:
-    """Documents one behind the other, in some order."""
+    """Concatenates documents in a given order."""
 
     def __init__(self, documents: Sequence[Document], order: np.ndarray) -> None:
         self.documents = [documents[i] for i in order]
@@ -36,7 +36,7 @@ class Stream:
         return int(self.ends[-1])
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """The bytes from `start` up to `stop`; less, where the stream ends before."""
+        """Returns bytes `start` to `stop`, or fewer if the stream ends earlier."""
         stop, parts = min(stop, len(self)), [np.zeros(0, np.uint8)]
         while start < stop:
             index = self.number(start)
@@ -47,12 +47,12 @@ class Stream:
         return np.concatenate(parts)
 
     def number(self, position: np.ndarray | int) -> np.ndarray:
-        """Which document each position belongs to."""
+        """Returns the index of the document that each position belongs to."""
         return np.searchsorted(self.ends, position, side="right")
 
 
 class Batch(NamedTuple):
-    """Arrays (micro-batches, sequences, stored positions): int32, weights float32."""
+    """Arrays of shape (micro-batches, sequences, stored positions): int32, and float32 for the weights."""
 
     tokens: Array
     targets: Array
@@ -61,14 +61,15 @@ class Batch(NamedTuple):
 
 
 class Batches:
-    """Rows of a set of documents as sharded arrays.
+    """Reads rows of a set of documents as sharded arrays.
 
     Args:
-        documents: What the rows are made of.
-        seq_len: Bytes in a row.
-        sharding: Of arrays (micro-batches, sequences, stored positions).
-        layout: Order of a row over the ring, and the size of the ring.
-        seed: Of the shuffles; None: documents and rows in their own order, once (rows after the last are padding).
+        documents: Source of the rows.
+        seq_len: Bytes per row.
+        sharding: Sharding of arrays of shape (micro-batches, sequences, stored positions).
+        layout: Layout and size of the ring.
+        seed: Seed of the shuffles. None keeps the order of documents and rows and reads them once; rows after the last
+            are padding.
     """
 
     def __init__(
@@ -81,14 +82,14 @@ class Batches:
     ) -> None:
         self.documents, self.seq_len, self.sharding, self.seed = documents, seq_len, sharding, seed
         self.positions = np.asarray(rj.positions(layout[0], seq_len, layout[1]))
-        self.rows = math.ceil(sum(x.size for x in documents) / seq_len)  # of an epoch
+        self.rows = math.ceil(sum(x.size for x in documents) / seq_len)  # per epoch
         self._epoch = functools.lru_cache(maxsize=2)(self._shuffled)
 
     def batch(self, first_row: int, micro_batches: int, sequences: int) -> Batch:
-        """Rows from `first_row` on, as so many micro-batches of so many sequences."""
+        """Returns the rows from `first_row` on as `micro_batches` micro-batches of `sequences` sequences."""
         shape = (micro_batches, sequences, self.seq_len)
 
-        @functools.cache  # devices that hold the same, and the four arrays, share one reading
+        @functools.cache  # one read serves all four arrays and all devices that hold the same part
         def shard(micro: range, rows: range, columns: range) -> tuple[np.ndarray, ...]:
             read = [self.read(first_row + m * sequences + row, self.positions[columns]) for m in micro for row in rows]
             kinds = (np.stack(kind) for kind in zip(*read, strict=True))
@@ -101,10 +102,10 @@ class Batches:
         return Batch(*(make(functools.partial(part, which)) for which in range(4)))
 
     def read(self, row: int, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens, targets, weights and segment ids of a row at these positions of it.
+        """Returns tokens, targets, weights and segment ids of a row at the given positions.
 
-        The target is the next byte. It is 0 and does not count (weight 0) at the end of a document or of the row;
-        positions after the end of the stream have segment id -1.
+        The target is the next byte. At the end of a document or of the row, it is 0 and has weight 0. Positions after
+        the end of the stream have segment id -1.
         """
         epoch, index = divmod(row, self.rows) if self.seed is not None else (0, row)
         stream, order = self._epoch(epoch)

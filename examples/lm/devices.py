@@ -1,7 +1,7 @@
-"""Processes, devices and the mesh of a run, and how its arrays lie on them.
+"""Starts processes and creates the mesh and the shardings of a run.
 
-The mesh has three axes: `data` (sequences of a batch), `ring` (positions of a sequence), `tensor` (heads and hidden
-features). Its axes are of type Auto: the compiler gathers a layer's parameters where they are used.
+The mesh has three axes: `data` (sequences of a batch), `ring` (positions of a sequence) and `tensor` (heads and hidden
+features). All axes have type Auto: the compiler gathers the parameters of a layer where they are used.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from lm.signals import end_with_launcher
 from ringjax.aot import neighbor_cycle
 
 AXES = ("data", "ring", "tensor")
-_LOST_SECONDS, _SHUTDOWN_SECONDS = 40, 60  # without a sign of life; for all to end
+_LOST_SECONDS, _SHUTDOWN_SECONDS = 40, 60  # without a heartbeat; for all processes to shut down
 
 
 @contextlib.contextmanager
 def started(
     cpu_devices: int, distributed: bool, coordinator: str, num_processes: int, process_id: int, timeout: float
 ) -> Iterator[None]:
-    """Starts JAX: on so many simulated CPU devices per process (0: on what there is), together with other processes.
+    """Starts JAX, on simulated CPU devices if `cpu_devices` is not 0, and together with other processes.
 
-    With `distributed`, JAX finds the other processes by itself (SLURM, Cloud TPU, ...); a coordinator names them. In
-    the context of a coordinator, the loss of a process ends the others with one line each.
+    With `distributed`, JAX detects the other processes (SLURM, Cloud TPU, ...); otherwise they connect to
+    `coordinator`. With a coordinator, the loss of a process makes each of the others exit with one line.
 
     Args:
-        cpu_devices: Simulated devices of this process.
-        distributed: Whether JAX looks for other processes.
-        coordinator: Where the first process listens, HOST:PORT.
-        num_processes: How many there are, with a coordinator.
-        process_id: Which one this is, with a coordinator.
-        timeout: Seconds in which all of them have to come.
+        cpu_devices: Simulated CPU devices of this process; 0 uses the available devices.
+        distributed: Whether JAX detects the other processes.
+        coordinator: Address of the first process, HOST:PORT.
+        num_processes: Number of processes, with a coordinator.
+        process_id: Index of this process, with a coordinator.
+        timeout: Seconds within which all processes must join.
 
     Raises:
-        UserError: If they do not come, or an argument makes no sense.
+        UserError: If not all processes join, `timeout` is not finite, or `process_id` is out of range.
     """
     end_with_launcher()
     if cpu_devices:
         try:
             jax.config.update("jax_platforms", "cpu")
             jax.config.update("jax_num_cpu_devices", cpu_devices)
-        except RuntimeError as error:  # JAX has begun, in a notebook or a test: fine if there are enough
+        except RuntimeError as error:  # JAX is already running, in a notebook or a test
             if jax.device_count() < cpu_devices:
                 raise UserError(
-                    f"--devices {cpu_devices}: JAX has started already, with {jax.device_count()} devices"
+                    f"--devices {cpu_devices}: JAX is already running with {jax.device_count()} devices"
                 ) from error
     if not coordinator and not distributed:
         yield
@@ -77,10 +77,10 @@ def started(
         return
     if not 0 <= process_id < num_processes:
         raise UserError(
-            f"--coordinator needs --num-processes and --process-id below it, got {num_processes} and {process_id}"
+            f"--coordinator requires --num-processes and a --process-id below it, got {num_processes} and {process_id}"
         )
     peers = Peers(Address.parse(coordinator), num_processes, process_id)
-    peers.meet(timeout)
+    peers.rendezvous(timeout)
     with peers:
         with as_user_error(ValueError, RuntimeError):
             jax.distributed.initialize(
@@ -88,17 +88,17 @@ def started(
                 num_processes,
                 process_id,
                 coordinator_bind_address=peers.address.bind,
-                heartbeat_timeout_seconds=_SHUTDOWN_SECONDS,  # the peers notice a loss before JAX
+                heartbeat_timeout_seconds=_SHUTDOWN_SECONDS,  # `Peers` notices a lost process before JAX does
                 **limits,
             )
         yield
 
 
 def make_mesh(devices: Sequence[jax.Device], data: int, ring: int, tensor: int) -> Mesh:
-    """The mesh `data` x `ring` x `tensor` over the first of these devices; a `ring` of 0 takes all that are left.
+    """Returns a mesh `data` x `ring` x `tensor` over the first devices; a `ring` of 0 uses all remaining devices.
 
     Raises:
-        UserError: If there are too few devices, or processes would be left without one.
+        UserError: If there are too few devices, or if several processes do not use all of them.
     """
     shape = (data, ring or max(1, len(devices) // (data * tensor)), tensor)
     needed = math.prod(shape)
@@ -106,15 +106,17 @@ def make_mesh(devices: Sequence[jax.Device], data: int, ring: int, tensor: int) 
     if needed > len(devices):
         can_simulate = devices[0].platform == "cpu" and jax.process_count() == 1
         simulated = f" (--devices {needed} simulates them)" if can_simulate else ""
-        raise UserError(f"a mesh of {asked} takes {needed} devices, and there are {len(devices)}{simulated}")
+        raise UserError(f"a mesh of {asked} needs {needed} devices, but only {len(devices)} are available{simulated}")
     if needed < len(devices) and jax.process_count() > 1:
-        raise UserError(f"a mesh of {asked} takes {needed} devices; with several processes it takes all {len(devices)}")
+        raise UserError(
+            f"a mesh of {asked} uses {needed} devices; with several processes it must use all {len(devices)}"
+        )
     chosen = list(devices)[:needed]
-    if data == tensor == 1 and chosen[0].platform == "tpu":  # each device wired to the next, and the last to the first
-        at = {tuple(device.coords): device for device in chosen}
-        grid = [max(axis) + 1 for axis in zip(*at, strict=True)]
+    if data == tensor == 1 and chosen[0].platform == "tpu":  # adjacent devices are connected, and the last to the first
+        by_coords = {tuple(device.coords): device for device in chosen}
+        grid = [max(axis) + 1 for axis in zip(*by_coords, strict=True)]
         if math.prod(grid) == needed and needed % 2 == 0:
-            chosen = [at[place] for place in neighbor_cycle(grid)]
+            chosen = [by_coords[coords] for coords in neighbor_cycle(grid)]
             return Mesh(np.array(chosen).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)
     if any(device.client.runtime_type == "compile_only_runtime" for device in chosen):
         return Mesh(np.array(chosen).reshape(shape), AXES, axis_types=(AxisType.Auto,) * 3)
@@ -122,7 +124,7 @@ def make_mesh(devices: Sequence[jax.Device], data: int, ring: int, tensor: int) 
 
 
 def make_ring(mesh: Mesh, layout: str) -> rj.Ring:
-    """The ring of a mesh; `auto` is zigzag, which shares causal work evenly, where the ring has several devices."""
+    """Returns the ring of a mesh; `auto` is zigzag, which balances causal work, if the ring has several devices."""
     if layout == "auto":
         layout = "zigzag" if mesh.shape["ring"] > 1 else "contiguous"
     with as_user_error(ValueError):
@@ -130,7 +132,7 @@ def make_ring(mesh: Mesh, layout: str) -> rj.Ring:
 
 
 def check_fits(mesh: Mesh, ring: rj.Ring, seq_len: int, batch: int, micro_batches: int) -> None:
-    """Checks that batches of this size lie evenly on the mesh."""
+    """Raises `UserError` if batches of this size do not divide evenly over the mesh."""
     size = mesh.shape["ring"]
     multiple = size * (2 if ring.layout == "zigzag" else 1)
     if seq_len < 1 or seq_len % multiple:
@@ -144,13 +146,13 @@ def check_fits(mesh: Mesh, ring: rj.Ring, seq_len: int, batch: int, micro_batche
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Of arrays (micro-batches, sequences, stored positions)."""
+    """Returns the sharding of arrays of shape (micro-batches, sequences, stored positions)."""
     return NamedSharding(mesh, PartitionSpec(None, "data", "ring"))
 
 
 def parameter_shardings(parameters: nnx.State, mesh: Mesh) -> Any:
-    """How each parameter is sharded, as a pure dict: over `tensor` as its metadata says, over `data` (as in FSDP) along
-    the largest of the axes that are left and divide evenly.
+    """Returns the sharding of each parameter as a pure dict: over `tensor` as given by its metadata, and over `data`
+    (as in FSDP) along the largest remaining axis that divides evenly.
     """
 
     def sharding(variable: nnx.Variable) -> NamedSharding:
@@ -166,7 +168,7 @@ def parameter_shardings(parameters: nnx.State, mesh: Mesh) -> Any:
 
 
 def optimizer_shardings(optimizer: optax.GradientTransformation, state: Any, parameters: Any, mesh: Mesh) -> Any:
-    """The moments lie like the parameters, the rest is everywhere."""
+    """Returns the shardings of the optimizer state: moments like the parameters, the rest replicated."""
     everywhere = NamedSharding(mesh, PartitionSpec())
     return optax.tree_map_params(
         optimizer, lambda _, sharding: sharding, state, parameters, transform_non_params=lambda _: everywhere
@@ -174,30 +176,30 @@ def optimizer_shardings(optimizer: optax.GradientTransformation, state: Any, par
 
 
 def whole_on_host(tree: Any) -> Any:
-    """The whole arrays on this process's default device, wherever their parts were: all processes call it."""
+    """Gathers arrays to the first local device of this process; all processes must call it."""
     gathered = jax.tree.map(lambda x: NamedSharding(x.sharding.mesh, PartitionSpec()), tree)
     whole = jax.jit(lambda x: x, out_shardings=gathered)(tree)
     return jax.tree.map(lambda x: jax.device_put(np.asarray(x.addressable_data(0)), jax.local_devices()[0]), whole)
 
 
 def wait_for_all(what: str) -> None:
-    """Waits for the other processes."""
+    """Waits for all other processes."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(what)
 
 
-def read_alike(read: Callable[[], Split]) -> Split:
-    """Reads the data in every process and checks that all have found the same.
+def read_same_data(read: Callable[[], Split]) -> Split:
+    """Reads the data in every process and checks that all processes found the same files.
 
     Raises:
-        UserError: If this process cannot read them, another one cannot, or some have found others than the first.
+        UserError: If a process cannot read the data, or found different files than the first process.
     """
     if jax.process_count() == 1:
         return read()
     split, failure = None, None
     try:
         split = read()
-    except (UserError, RunError) as error:  # the others wait for this process below
+    except (UserError, RunError) as error:  # the other processes wait for this one below
         failure = error
     digest = bytes.fromhex(split.contents) if split else bytes(16)
     found = np.asarray(multihost_utils.process_allgather(np.frombuffer(digest, np.int32)))
@@ -206,11 +208,11 @@ def read_alike(read: Callable[[], Split]) -> Split:
     failed = np.flatnonzero(~found.any(axis=1))
     other = np.flatnonzero((found != found[0]).any(axis=1))
     if len(failed):
-        raise UserError(f"--data-path: the files cannot be read by process {_numbers(failed)}, which says why")
+        raise UserError(f"--data-path: process {_numbers(failed)} cannot read the files; see its message")
     if len(other):
         raise UserError(
             "--data-path: all processes must find the same files (names, sizes and contents): "
-            f"process {_numbers(other)} found others than process 0"
+            f"process {_numbers(other)} found different files than process 0"
         )
     return split
 

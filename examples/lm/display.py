@@ -1,4 +1,4 @@
-"""What a person sees of a run: lines, a progress bar, JSON lines, a curve; of several processes, the first shows it."""
+"""Shows the progress of a run as log lines, a progress bar, JSON lines and a loss curve, in the first process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GIB = 2**30
 
 class _Console(Console):
     def on_broken_pipe(self) -> None:
-        # by default rich ends the program: training goes on when nobody reads its lines any more
+        # by default rich exits the program, but training should continue when nobody reads its output
         raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
 
@@ -32,10 +32,10 @@ class Display:
     """Shows a run and writes its records to ``metrics.jsonl``.
 
     Args:
-        folder: Where the files go.
-        steps: Of the whole run.
-        tokens: Of a step.
-        as_json: Whether stdout has the records, and nothing else: the rest goes to stderr.
+        folder: Output folder.
+        steps: Number of steps of the whole run.
+        tokens: Tokens per step.
+        as_json: Whether to write only the records to stdout, and everything else to stderr.
     """
 
     def __init__(self, folder: pathlib.Path, steps: int, tokens: int, as_json: bool) -> None:
@@ -58,14 +58,14 @@ class Display:
         self._bar.stop()
 
     def say(self, text: str) -> None:
-        """A line, or a few."""
+        """Prints a message."""
         try:
             self.console.print(text, markup=False)
         except OSError as error:  # a closed pipe, or a log file on a full disk
-            self._note(f"lines for the user: {error.strerror}")
+            self._note(f"messages for the user: {error.strerror}")
 
     def problem(self, text: str) -> None:
-        """Reports, once, what could not be done and does not end the training: the run fails at its end."""
+        """Reports a problem once; training continues, and the run fails at its end."""
         if self._note(text):
             self.say(text)
 
@@ -76,15 +76,15 @@ class Display:
         return is_new
 
     def raise_problems(self) -> None:
-        """Raises `RunError` if there were problems."""
+        """Raises `RunError` if problems were reported."""
         if self.problems:
-            raise RunError(f"the run is complete, but not all could be written: {'; '.join(self.problems)}")
+            raise RunError(f"the run is complete, but some output could not be written: {'; '.join(self.problems)}")
 
     def begin(self, step: int) -> None:
-        """Keeps the records up to this step and forgets those after it, which a resumed run writes again.
+        """Keeps the records up to this step and drops later ones, which a resumed run writes again.
 
         Raises:
-            RunError: If the file with the records cannot be read or changed.
+            RunError: If the metrics file cannot be read or modified.
         """
         if not self.is_first:
             return
@@ -94,18 +94,18 @@ class Display:
         self._bar.update(self._task, completed=step)
 
     def advance(self, step: int) -> None:
-        """Moves the bar."""
+        """Updates the progress bar."""
         self._bar.update(self._task, completed=step)
 
     def attempt(self, what: str, write: Callable[[], None]) -> None:
-        """Writes something that may fail without ending the training."""
+        """Calls `write` and reports an `OSError` as a problem instead of raising it."""
         try:
             write()
         except OSError as error:
             self.problem(f"{what} could not be written to {self.folder}: {(error.strerror or str(error)).lower()}")
 
     def log(self, record: Record) -> None:
-        """A record of a step: a JSON line, and figures for the person."""
+        """Writes the record of a step as a JSON line and shows its main figures."""
         if not self.is_first:
             return
         self.records.append(record)
@@ -123,17 +123,17 @@ class Display:
             self.say(f"step {record['step']:>6} of {self.steps}: {figures}{held_out}")
 
     def sync(self) -> None:
-        """Puts the records on disk: before a checkpoint, which is not to be newer than they are."""
+        """Flushes the records to disk; called before a checkpoint, which must not be newer than the records."""
         if self.is_first:
             self.attempt("metrics.jsonl", lambda: self._metrics.flush(to_disk=True))
 
     def finish(self, sample: str, entropy: float) -> None:
-        """Writes the sample and the curve, and compares the loss with the entropy of single bytes."""
+        """Writes the sample and the loss curve, and compares the loss with the unigram entropy."""
         if not self.is_first:
             return
         if sample:
             self.attempt("sample.txt", lambda: write_file(self.folder / "sample.txt", sample.encode()))
-            self.say(f"\na sample:\n{sample}\n")
+            self.say(f"\nsample:\n{sample}\n")
         if self.records:
             curve = loss_curve(self.records, entropy)
             self.attempt("loss.png", lambda: write_file(self.folder / "loss.png", curve))
@@ -142,14 +142,14 @@ class Display:
             verdict = "below" if last["loss"] < entropy else "NOT below"
             nats = f"{entropy:.4f} nats per byte"
             self.say(f"loss {last['loss']:.4f}{held_out}: {verdict} the unigram entropy of the corpus, {nats}")
-        self.say(f"metrics, checkpoints, curve and sample are in {self.folder}")
+        self.say(f"wrote metrics, checkpoints, loss curve and sample to {self.folder}")
 
 
 class Clock:
-    """Speed since the last look, without the pauses in between (evaluation, checkpoints).
+    """Measures the speed since the last reset, which excludes evaluation and checkpoints.
 
     Args:
-        tokens: Of a step.
+        tokens: Tokens per step.
     """
 
     def __init__(self, tokens: int) -> None:
@@ -164,26 +164,26 @@ class Clock:
 
 
 def keep_stdout_for_records() -> None:
-    """Sends to stderr what libraries write to stdout by themselves (the CPU's collectives greet their peers there)."""
+    """Redirects to stderr what libraries write to stdout (the CPU collectives log connections there)."""
     sys.stdout = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
 
 
 def never_fail_to_encode() -> None:
-    """Makes characters that the locale cannot encode appear as escapes, instead of as errors."""
+    """Escapes characters that the locale cannot encode, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
             stream.reconfigure(errors="backslashreplace")
 
 
 def complain(text: str) -> None:
-    """Writes a line to stderr, if it takes one: it may be a file on a full disk."""
+    """Writes a line to stderr and ignores errors: stderr may be a file on a full disk."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
 
 def flush_stdout() -> None:
-    """Flushes stdout, and drops what it does not take: Python would end with a message and code 120."""
+    """Flushes stdout and drops what cannot be written; otherwise Python exits with a message and code 120."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -194,24 +194,24 @@ def flush_stdout() -> None:
 
 
 def memory_line(compiled: jax.stages.Compiled) -> str:
-    """What a device holds while the program runs, as the compiler counts it."""
+    """Returns the memory that the program needs per device, as counted by the compiler."""
     arguments, results, temporaries = device_bytes(compiled)
     total = arguments + results + temporaries
     return (
-        f"memory of a device in a training step: {_size(total)} ({_size(arguments)} state and batch, "
-        f"{_size(results)} new results, {_size(temporaries)} temporaries)"
+        f"memory per device in a training step: {_size(total)} ({_size(arguments)} state and batch, "
+        f"{_size(results)} results, {_size(temporaries)} temporaries)"
     )
 
 
 def device_bytes(compiled: jax.stages.Compiled) -> tuple[int, int, int]:
-    """Bytes of arguments, of results that do not take the place of arguments, and of all between."""
+    """Returns the bytes of arguments, of results that do not alias arguments, and of temporaries."""
     memory = compiled.memory_analysis()
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     return memory.argument_size_in_bytes, max(0, results), memory.temp_size_in_bytes
 
 
 def loss_curve(records: Sequence[Record], unigram_entropy: float) -> bytes:
-    """Draws the losses of the records, beside the entropy of single bytes, as a PNG."""
+    """Plots the losses of the records and the unigram entropy as a PNG."""
     from matplotlib.figure import Figure  # noqa: PLC0415 - slow to import
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")

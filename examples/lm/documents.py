@@ -1,7 +1,7 @@
-"""Text files as documents: which files `--data-path` names, which of them are held out, and reads that are checked.
+"""Finds the text files of `--data-path`, splits them into training and validation documents, and reads them.
 
-Every regular file counts once, whatever links lead to it, and every folder is visited once. Files are read through a
-bounded number of open descriptors; a file that has become shorter stops the run.
+Every regular file counts once, regardless of links to it, and every folder is visited once. Files are read through a
+bounded number of open descriptors. A file that was truncated during the run stops the run.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ import numpy as np
 
 from lm.flags import RunError, UserError
 
-_HELD_OUT = 20  # one document of so many is for validation
-_ENTROPY_BYTES = 2**28  # what the unigram entropy is measured on, at most
-_DIGEST_BYTES = 2**28  # up to this size a corpus is hashed whole; of a larger one, the ends of each document
-_HEAD = 8192  # bytes at the beginning of a file that tell text from binary data, and at both ends in a digest
-_MAX_CONTROL = 0.05  # share of control characters in a text
+_HELD_OUT = 20  # one in 20 documents is for validation
+_ENTROPY_BYTES = 2**28  # at most this much is read to measure the unigram entropy
+_DIGEST_BYTES = 2**28  # corpora up to this size are hashed completely; of larger ones, both ends of each document
+_HEAD = 8192  # bytes at the start of a file that distinguish text from binary data, and bytes hashed at each end
+_MAX_CONTROL = 0.05  # largest fraction of control characters in text
 _OPEN_FILES = 128
-_CHUNK = 2**20  # bytes read at once where a whole document is read
+_CHUNK = 2**20  # bytes per read when a whole document is read
 _CONTROL = bytes(x for x in (*range(32), 127) if x not in b"\b\t\n\v\f\r\x1b")
 
 Report = Callable[[str], None]
@@ -51,13 +51,13 @@ class Document:
 
 
 class Split(NamedTuple):
-    """Documents to train on, documents held out for validation, and what identifies them all.
+    """Documents for training and validation, with digests that identify them.
 
     Attributes:
-        train: To train on.
-        held_out: For validation.
-        contents: Digest of names (below the common folder), sizes and bytes: the same for copies on other hosts.
-        modified: Digest of the times of the last modification.
+        train: Training documents.
+        held_out: Validation documents.
+        contents: Digest of names (relative to the common folder), sizes and bytes; the same for copies on other hosts.
+        modified: Digest of the modification times.
     """
 
     train: tuple[Document, ...]
@@ -66,7 +66,7 @@ class Split(NamedTuple):
     modified: str
 
     def facts(self) -> dict[str, int | str]:
-        """Returns what a checkpoint records about the data, to notice other data when the run is resumed."""
+        """Returns what a checkpoint records about the data, so that a resumed run notices changes."""
         size = sum(x.size for x in self.train)
         return {
             "documents": len(self.train),
@@ -77,21 +77,21 @@ class Split(NamedTuple):
 
 
 def read_documents(paths: Sequence[str], report: Report = print) -> Split:
-    """Finds one document per text file and holds out a stable choice of them, by name (of a single file, its end).
+    """Finds one document per text file and holds out some of them, chosen by name (of a single file, its end).
 
     Args:
-        paths: Files, folders and patterns; none: the standard library.
-        report: Takes a line about files that are skipped.
+        paths: Files, folders and glob patterns; if empty, the standard library.
+        report: Receives messages about skipped files.
 
     Raises:
-        UserError: If a file cannot be read, is named and is not a text, or there is not a byte in all of them.
+        UserError: If a file cannot be read, if a file given by name is not text, or if all files are empty.
     """
-    _opened.cache_clear()  # a file may have been replaced by another since
+    _opened.cache_clear()  # a file may have been replaced since the last call
     found = _find_texts(paths, report) if paths else [_inspect(path) for path in sorted(standard_library())]
     files = [file for file in found if file.size]
     if sum(file.size for file in files) < 2:
         names = ", ".join(map(shown, paths)) or "the standard library"
-        raise UserError(f"--data-path: nothing to read in {names}: no bytes at all")
+        raise UserError(f"--data-path: {names}: no bytes to train on")
     documents = [Document(file.path, 0, file.size) for file in files]
     root = os.path.commonpath([x.path for x in documents]) if len(documents) > 1 else ""
     names = [os.fsencode(os.path.relpath(x.path, root)) if root else b"" for x in documents]
@@ -109,7 +109,7 @@ def read_documents(paths: Sequence[str], report: Report = print) -> Split:
 
 
 def standard_library() -> list[str]:
-    """Returns the Python sources of this interpreter's standard library, without tests and installed packages."""
+    """Returns the Python files of the standard library, without tests and installed packages."""
     root = os.path.abspath(sysconfig.get_paths()["stdlib"])
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     found = glob.glob(os.path.join(root, "**", "*.py"), recursive=True)
@@ -117,7 +117,7 @@ def standard_library() -> list[str]:
 
 
 def read_bytes(document: Document, start: int, stop: int) -> np.ndarray:
-    """Reads bytes `start` up to `stop` of a document's file.
+    """Reads bytes `start` to `stop` of the file of a document.
 
     Raises:
         RunError: If the file ends before `stop` or cannot be read.
@@ -130,8 +130,8 @@ def read_bytes(document: Document, start: int, stop: int) -> np.ndarray:
             if not part:
                 size = os.fstat(file.descriptor).st_size
                 raise RunError(
-                    f"--data-path: {shown(document.path)} has become shorter since the run began: "
-                    f"{size} bytes, of which byte {stop} was to be read"
+                    f"--data-path: {shown(document.path)} was truncated during the run: "
+                    f"{size} bytes remain, byte {stop} is needed"
                 )
             parts.append(part)
             at += len(part)
@@ -141,7 +141,7 @@ def read_bytes(document: Document, start: int, stop: int) -> np.ndarray:
 
 
 def unigram_entropy(documents: Sequence[Document]) -> float:
-    """Returns the nats per byte of a model that knows how often each byte occurs and nothing else."""
+    """Returns the entropy of the byte frequencies, in nats per byte."""
     share = min(1.0, _ENTROPY_BYTES / sum(x.size for x in documents))
     counts = np.zeros(256, np.int64)
     for document in documents:
@@ -152,12 +152,12 @@ def unigram_entropy(documents: Sequence[Document]) -> float:
 
 
 def shown(path: str) -> str:
-    """Returns a path as printable text on one line: bytes that are not UTF-8 and control characters are escaped."""
+    """Returns a path on one line; bytes that are not UTF-8 and control characters are escaped."""
     return "".join(x if x.isprintable() else x.encode("unicode_escape").decode() for x in path)
 
 
 class _File(NamedTuple):
-    """What one look at a file found."""
+    """Properties of a file."""
 
     path: str
     size: int
@@ -167,11 +167,11 @@ class _File(NamedTuple):
 
 
 class _NotRegular(Exception):
-    """A path that names a FIFO, a socket or a device; the text says which."""
+    """Raised for a FIFO, a socket or a device; the message is its kind."""
 
 
 def _find_texts(paths: Sequence[str], report: Report) -> list[_File]:
-    """Returns each text file that the paths name once, in the order of their names."""
+    """Returns each text file that matches the paths once, sorted by name."""
     named, found = set(), set()
     for path in paths:
         if os.path.isdir(path):
@@ -181,20 +181,22 @@ def _find_texts(paths: Sequence[str], report: Report) -> list[_File]:
         else:
             hits = _matches(path)
             if not hits:
-                raise UserError(f"--data-path {shown(path)}: there is no such file, folder or pattern with matches")
+                raise UserError(
+                    f"--data-path {shown(path)}: no such file or folder, and no file matches it as a pattern"
+                )
             found.update(map(_absolute, hits))
     by_identity: dict[tuple[int, int], list[_File]] = {}
     special, binary = [], []
     for path in sorted(named | found):
         try:
             file = _inspect(path)
-            is_text, kind = file.is_text, "binary: NUL bytes or many control characters at its beginning"
+            is_text, kind = file.is_text, "binary: it starts with NUL bytes or many control characters"
         except _NotRegular as error:
             is_text, kind = False, str(error)
         if is_text:
             by_identity.setdefault(file.identity, []).append(file)
         elif path in named:
-            raise UserError(f"--data-path: only text files can be read, {shown(path)} is {kind}")
+            raise UserError(f"--data-path: {shown(path)} is {kind}; only text files are supported")
         else:
             (binary if kind.startswith("binary") else special).append(path)
     _report_skipped(report, "not text", binary)
@@ -210,13 +212,13 @@ def _report_skipped(report: Report, why: str, paths: Sequence[str]) -> None:
 
 
 def _inspect(path: str) -> _File:
-    """Looks at a file without ever waiting, as for the writer of a FIFO."""
+    """Returns the properties of a file without blocking, for example on a FIFO."""
     with _explained(path):
-        _check_regular(os.stat(path))  # before it is opened: opening a device may have effects
+        _check_regular(os.stat(path))  # before opening it: opening a device may have side effects
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             about = os.fstat(descriptor)
-            _check_regular(about)  # after it was opened: it may be another by now
+            _check_regular(about)  # after opening it: the file may have been replaced
             head = os.pread(descriptor, _HEAD, 0)
         finally:
             os.close(descriptor)
@@ -224,7 +226,7 @@ def _inspect(path: str) -> _File:
 
 
 def _is_text(head: bytes) -> bool:
-    """Whether a file that begins so is text, in any encoding without NUL bytes."""
+    """Returns whether a file with these first bytes is text, in any encoding without NUL bytes."""
     control = len(head) - len(head.translate(None, _CONTROL))
     return 0 not in head and control <= _MAX_CONTROL * len(head)
 
@@ -236,7 +238,7 @@ def _check_regular(about: os.stat_result) -> None:
 
 
 def _absolute(path: str) -> str:
-    """Returns the absolute path, which keeps the names of links; `..` after a link needs the real path."""
+    """Returns the absolute path and keeps the names of links, unless it contains `..`."""
     return os.path.realpath(path) if os.pardir in path.split(os.sep) else os.path.abspath(path)
 
 
@@ -247,7 +249,7 @@ def _links(path: str) -> int:
 
 
 def _matches(pattern: str) -> list[str]:
-    """Returns the paths that match and are no folders; unlike in `glob`, ``**`` ends where links form loops."""
+    """Returns the matching paths that are not folders; unlike `glob`, ``**`` terminates if links form loops."""
     parts = [part for part in pattern.split(os.sep) if part]
     parts = [part for part, after in zip(parts, [*parts[1:], ""], strict=True) if not part == after == "**"]
     found = [os.sep if pattern.startswith(os.sep) else os.curdir]
@@ -269,16 +271,16 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _files(folder: str) -> Iterator[str]:
-    """Yields the paths of all that is in a folder and those below it, but folders."""
+    """Yields the paths of everything but folders in and below a folder."""
     for path, names in _walk(folder):
         for name in names:
             yield os.path.join(path, name)
 
 
 def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields folders with the names in them that are no folders, each folder once and under its own name.
+    """Yields each folder once, under its real name if possible, with the names in it that are not folders.
 
-    Links to folders are followed after all others. As with `glob`, names that begin with a dot are left out.
+    Links to folders are followed last. As in `glob`, names that start with a dot are skipped.
 
     Raises:
         UserError: If a folder cannot be read.
@@ -300,14 +302,14 @@ def _walk(top: str) -> Iterator[tuple[str, list[str]]]:
 
 
 def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """Returns what is in a folder."""
+    """Returns the entries of a folder."""
     with _explained(folder), os.scandir(folder) as entries:
         return list(entries)
 
 
 @contextlib.contextmanager
 def _explained(path: str) -> Iterator[None]:
-    """Turns what the system says about a path into one line for the user."""
+    """Turns an `OSError` into a one-line `UserError`."""
     try:
         yield
     except OSError as error:
@@ -331,7 +333,7 @@ def _digest_contents(documents: Sequence[Document], names: Sequence[bytes]) -> s
 
 
 def _digest(parts: Iterator[bytes]) -> str:
-    """Returns the digest of a list of byte strings: where one ends and the next begins matters too."""
+    """Returns the digest of a list of byte strings, which depends on their boundaries too."""
     digest = hashlib.blake2b(digest_size=16)
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -345,7 +347,7 @@ def _chunks(document: Document, start: int, stop: int) -> Iterator[np.ndarray]:
 
 
 class _Opened:
-    """An open file; the descriptor is closed with the object."""
+    """An open file whose descriptor is closed with the object."""
 
     def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)

@@ -1,10 +1,10 @@
-"""A dataclass as a command line, and mistakes of its user as one clear line.
+"""Turns a dataclass into a command line, and invalid options into one-line errors.
 
     @dataclasses.dataclass(frozen=True)
     class Config:
-        steps: int = flag(100, "optimiser steps", at_least(1))
+        steps: int = flag(100, "optimizer steps", at_least(1))
 
-    config = parse(Config, "what the program does", argv)    # --steps 200
+    config = parse(Config, "description of the program", argv)    # --steps 200
 
 Fields are int, float, str, bool (`--remat`, `--no-remat`) or tuples of int or str (`--rates 1,2,4`).
 """
@@ -24,15 +24,15 @@ Config = TypeVar("Config")
 
 
 class UserError(Exception):
-    """Something that the user asked for cannot be done; the text is one line that says what and why."""
+    """Raised for invalid input of the user; the message is one line."""
 
 
 class RunError(Exception):
-    """A run that cannot go on; the text is one line that says why."""
+    """Raised if a run cannot continue; the message is one line."""
 
 
 class Rule(NamedTuple):
-    """What a value must fulfil, in words that follow "must be", and a function that checks it."""
+    """A condition on a value: a text that completes "must be ...", and a function that checks it."""
 
     text: str
     holds: Callable[[Any], bool]
@@ -60,23 +60,23 @@ def _is_address(text: str) -> bool:
 
 
 def _is_encodable(text: str) -> bool:
-    return not any("\ud800" <= x <= "\udfff" for x in text)  # bytes that are no characters
+    return not any("\ud800" <= x <= "\udfff" for x in text)  # surrogates stand for bytes that could not be decoded
 
 
 ADDRESS = Rule("HOST:PORT with a port from 1 to 65535", _is_address)
-PATH = Rule("a name that this locale can decode (LC_ALL=C.UTF-8 helps)", _is_encodable)
+PATH = Rule("a name that this locale can decode (try LC_ALL=C.UTF-8)", _is_encodable)
 NAMED_PATH = Rule("the name of a folder", lambda x: x != "")
-_LARGEST = at_most(2**31 - 1)  # of counts: they become 32-bit numbers
+_LARGEST = at_most(2**31 - 1)  # counts become 32-bit integers
 _FINITE = Rule("a finite number", math.isfinite)
 
 
 def flag(default: Any, help: str, *rules: Rule) -> Any:
-    """A field of a config: its default, the sentence that `--help` shows, and rules for its value (or each of them)."""
+    """Returns a config field with a default, a help text, and rules for its value (or each item of a tuple)."""
     return dataclasses.field(default=default, metadata={"help": help, "rules": rules})
 
 
 def parse(config: type[Config], about: str, argv: Sequence[str] | None) -> Config:
-    """The config that a command line asks for; `UserError` if it makes no sense."""
+    """Parses a command line into a config; raises `UserError` if an option is unknown or invalid."""
     parser = _Parser(description=about, formatter_class=argparse.ArgumentDefaultsHelpFormatter, allow_abbrev=False)
     kinds = typing.get_type_hints(config)
     for field in dataclasses.fields(config):
@@ -104,7 +104,7 @@ def _check(option: str, value: Any, rules: Sequence[Rule]) -> None:
 
 @contextlib.contextmanager
 def as_user_error(*kinds: type[Exception]) -> Iterator[None]:
-    """Turns errors of these kinds into `UserError`: for calls that check what a user gave."""
+    """Turns errors of these types into `UserError`, for calls that validate user input."""
     try:
         yield
     except kinds as error:
@@ -113,11 +113,11 @@ def as_user_error(*kinds: type[Exception]) -> Iterator[None]:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message} (--help lists the options)")
+        raise UserError(f"{message} (see --help)")
 
 
 def _reader(kind: Any) -> Any:
-    """What reads a value of this type from text."""
+    """Returns a function that parses a value of this type."""
     if typing.get_origin(kind) is not tuple:
         return kind
     item = typing.get_args(kind)[0]
@@ -125,7 +125,7 @@ def _reader(kind: Any) -> Any:
     def items(text: str) -> tuple[Any, ...]:
         return tuple(item(part) for part in text.split(",") if part)
 
-    items.__name__ = f"comma-separated list of {item.__name__}"  # argparse puts it in its message
+    items.__name__ = f"comma-separated list of {item.__name__}"  # argparse shows it in its message
     return items
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: who may use it, what is deleted from it, and a profile of a few steps."""
+"""Locks and prepares the folder of a run, and writes its config and profile."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from lm.lock import FolderLock
 from lm.records import write_file
 
 PROFILED_STEPS = 3
-_RUN = ("checkpoints", "metrics.jsonl")  # what makes a folder that of a run; --overwrite deletes them
+_RUN = ("checkpoints", "metrics.jsonl")  # these mark the folder of a run; --overwrite deletes them
 
 
 @contextlib.contextmanager
 def run_folder(folder: pathlib.Path, *, resume: bool, overwrite: bool, report: Callable[[str], None]) -> Iterator[None]:
-    """Makes and locks the folder of a run while the run lasts; deletes an earlier run if the user asks for it.
+    """Creates the folder of a run and locks it for the duration of the run; deletes an earlier run on request.
 
     Args:
-        folder: Of the run; all processes see the same, and the first one does the work.
+        folder: Folder of the run, shared by all processes; the first one does the work.
         resume: Whether an earlier run may be continued.
-        overwrite: Whether an earlier run is deleted. Checkpoints that were set aside as damaged are kept, in
-            ``damaged/``.
-        report: Takes a line for the user.
+        overwrite: Whether to delete an earlier run. Damaged checkpoints are kept in ``damaged/``.
+        report: Receives messages for the user.
 
     Raises:
-        UserError: If the folder is used by another run, holds an earlier one, or cannot be prepared.
+        UserError: If both `resume` and `overwrite` are set, another run uses the folder, the folder contains an earlier
+            run and neither is set, or the folder cannot be prepared.
     """
     if overwrite and resume:
-        raise UserError("--overwrite and --resume exclude each other")
+        raise UserError("--overwrite and --resume are mutually exclusive")
     lock: FolderLock | None = None
     try:
         with all_or_none("prepare the folder"):
@@ -58,20 +58,21 @@ def _prepare(folder: pathlib.Path, resume: bool, overwrite: bool, report: Callab
     if overwrite:
         for path in earlier:
             _delete(path, report)
-        for left in folder.glob(".deleted-*"):  # of a run that was killed while it deleted
+        for left in folder.glob(".deleted-*"):  # left by a run that was killed while deleting
             _remove(left, report)
     elif earlier and not resume:
         raise UserError(
-            f"{folder} holds an earlier run: --resume goes on with it, --overwrite deletes it, --out names another"
+            f"{folder} contains an earlier run: pass --resume to continue it, --overwrite to delete it, "
+            f"or another --out"
         )
 
 
 def _delete(path: pathlib.Path, report: Callable[[str], None]) -> None:
-    """Deletes a part of an earlier run: at once, as far as a later start is concerned, and without following links."""
+    """Deletes part of an earlier run, atomically for later runs and without following links."""
     if path.is_symlink() and path.name == "checkpoints":
         raise UserError(
-            f"--overwrite: {path} is a link to {os.readlink(path)}, and what it leads to is not deleted: "
-            f"remove the link, or --out names another folder"
+            f"--overwrite: {path} is a link to {os.readlink(path)}, whose target is not deleted: "
+            f"remove the link or pass another --out"
         )
     _keep_damaged(path, report)
     gone = pathlib.Path(tempfile.mkdtemp(prefix=".deleted-", dir=path.parent))
@@ -80,7 +81,7 @@ def _delete(path: pathlib.Path, report: Callable[[str], None]) -> None:
 
 
 def _keep_damaged(checkpoints: pathlib.Path, report: Callable[[str], None]) -> None:
-    """Moves the checkpoints that were set aside out of the way: whoever wants them deleted does so."""
+    """Moves damaged checkpoints to ``damaged/``: only the user deletes them."""
     aside = sorted(checkpoints.glob("damaged-*")) if checkpoints.is_dir() else []
     kept = checkpoints.with_name("damaged")
     for path in aside:
@@ -91,7 +92,7 @@ def _keep_damaged(checkpoints: pathlib.Path, report: Callable[[str], None]) -> N
 
 
 def unused(path: pathlib.Path) -> pathlib.Path:
-    """Returns the path, with a number behind it if something has its name already."""
+    """Returns the path, with a number appended if it already exists."""
     number, free = 1, path
     while os.path.lexists(free):
         number += 1
@@ -103,24 +104,24 @@ def _remove(path: pathlib.Path, report: Callable[[str], None]) -> None:
     try:
         shutil.rmtree(path)
     except OSError as error:
-        report(f"{path} could not be deleted: {error.strerror or error}; it is not used any more")
+        report(f"{path} could not be deleted: {error.strerror or error}; it is no longer used")
 
 
 def write_config(folder: pathlib.Path, config: Any) -> None:
-    """Writes a config, a dataclass, to the folder; raises `OSError` if it cannot."""
+    """Writes a config (a dataclass) to the folder; raises `OSError` on failure."""
     if jax.process_index() == 0:
         write_file(folder / "config.json", (json.dumps(dataclasses.asdict(config), indent=2) + "\n").encode())
 
 
 class Profile:
-    """Writes a profile of a few steps to a folder, if one is named: after the first two, or until the run ends.
+    """Writes a profile of a few steps, after the first two, if a folder is given.
 
     Args:
-        folder: Where it goes, or an empty string.
-        problem: Takes a line for the user if it cannot be written; the run continues.
+        folder: Output folder, or an empty string for no profile.
+        problem: Receives a message if the profile cannot be written; the run continues.
 
     Raises:
-        UserError: If the folder cannot be written to.
+        UserError: If the folder is not writable.
     """
 
     def __init__(self, folder: str, problem: Callable[[str], None]) -> None:
@@ -134,7 +135,7 @@ class Profile:
                 raise UserError(f"--profile {folder} cannot be written to: {error.strerror}") from error
 
     def before_step(self, done: int) -> None:
-        """Begins or ends the profile, if so many steps are done."""
+        """Starts or stops the profile, depending on the number of completed steps."""
         if self.folder and done == 2:
             with self._reported():
                 jax.profiler.start_trace(self.folder)

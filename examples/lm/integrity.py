@@ -1,7 +1,7 @@
-"""What is checked of a checkpoint: fingerprints of its arrays, its facts, and whether an error means damage.
+"""Verifies checkpoints: fingerprints of arrays, a checksum of the facts, and the classification of read errors.
 
-A *fingerprint* is a sum over the elements of an array of a hash of (bits, position), modulo 2**32. The sum does not
-depend on the order, so it is the same on every mesh; the position makes swapped rows or elements noticeable.
+A *fingerprint* is the sum of a hash of (bits, position) over the elements of an array, modulo 2**32. The sum does not
+depend on the order, so it is the same on every mesh; the position makes swapped rows or elements detectable.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jax import Array, lax
 Tree = Any
 Facts = dict[str, Any]
 
-# What orbax and tensorstore raise for content that was read and is wrong. Everything else stops the run.
+# Errors that orbax and tensorstore raise for content that was read and is wrong. All other errors stop the run.
 _DAMAGE = (ValueError, LookupError, TypeError, AttributeError, EOFError)
 _MISSING = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 _DAMAGE_CODES = {"NOT_FOUND", "OUT_OF_RANGE", "DATA_LOSS", "FAILED_PRECONDITION", "INVALID_ARGUMENT"}
@@ -34,14 +34,14 @@ _SYSTEM_TEXTS = tuple(os.strerror(getattr(errno, name)).lower() for name in _SYS
 
 
 class Summary(NamedTuple):
-    """A state in a few numbers: a fingerprint of each array, and whether every number is finite."""
+    """Fingerprint of each array of a state, and whether all values are finite."""
 
     fingerprint: list[int]
     is_finite: bool
 
 
 def summarize(tree: Tree) -> Summary:
-    """Returns the fingerprints of all arrays and whether all of their numbers are finite, in one compiled pass."""
+    """Returns the fingerprints of all arrays and whether all values are finite, in one compiled pass."""
     hashes, is_finite = _summarize(tree)
     return Summary(np.asarray(hashes).tolist(), bool(is_finite))
 
@@ -62,45 +62,47 @@ def _summarize(tree: Tree) -> tuple[Array, Array]:
 def _hash(x: Array) -> Array:
     start = jnp.uint32(zlib.crc32(f"{x.dtype}{x.shape}".encode()))
     kind = {1: jnp.uint8, 2: jnp.uint16}.get(x.dtype.itemsize, jnp.uint32)
-    bits = x if x.dtype == bool else lax.bitcast_convert_type(x, kind)  # of 8 bytes: two words along a new axis
+    bits = (
+        x if x.dtype == bool else lax.bitcast_convert_type(x, kind)
+    )  # 8-byte elements become two words along a new axis
     bits = bits.astype(jnp.uint32)
     index, stride = jnp.zeros(bits.shape, jnp.uint32), 1
     for axis in reversed(range(bits.ndim)):
-        # modulo 2**32: of larger arrays, elements 2**32 apart share an index, and swapping just those is not noticed
+        # modulo 2**32: in larger arrays, swapping elements exactly 2**32 apart is not detected
         index += lax.broadcasted_iota(jnp.uint32, bits.shape, axis) * jnp.uint32(stride % 2**32)
         stride *= bits.shape[axis]
     return _mix(bits + _mix(index + start)).sum(dtype=jnp.uint32) + start
 
 
 def _mix(x: Array) -> Array:
-    """Makes every bit depend on every other one (the finalizer of MurmurHash3)."""
+    """Mixes all bits (the finalizer of MurmurHash3)."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x85EBCA6B)
     x = (x ^ (x >> jnp.uint32(13))) * jnp.uint32(0xC2B2AE35)
     return x ^ (x >> jnp.uint32(16))
 
 
 def signature(tree: Tree) -> dict[str, str]:
-    """Returns the dtype and shape of each array by its path."""
+    """Returns the dtype and shape of each array, keyed by its path."""
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in jax.tree.leaves_with_path(tree)}
 
 
 def digest(facts: Facts) -> int:
-    """Returns a checksum of facts, without the checksum among them."""
+    """Returns a checksum of the facts, excluding the stored checksum."""
     return zlib.crc32(json.dumps({k: v for k, v in facts.items() if k != "digest"}, sort_keys=True).encode())
 
 
 class Diagnosis(NamedTuple):
-    """Why a checkpoint could not be read, and whether that means that its content is wrong or missing."""
+    """Why a checkpoint could not be read, and whether its content is wrong or missing."""
 
     is_damage: bool
     reason: str
 
 
 def diagnose(error: BaseException, folder: pathlib.Path) -> Diagnosis:
-    """Returns what a failed reading of the checkpoint in a folder means.
+    """Classifies an error that was raised while reading the checkpoint in a folder.
 
-    It is no damage if it says nothing about the content: files that may not be or could not be read (EACCES, EIO,
-    ESTALE), too little memory, and anything unknown.
+    Only wrong or missing content is damage. Files that cannot be read (EACCES, EIO, ESTALE), too little memory and
+    unknown errors are not.
     """
     *_, root = _causes(error)
     if not isinstance(root, (*_DAMAGE, *_MISSING)) or any(map(_is_system_error, _related(error))):
@@ -110,14 +112,14 @@ def diagnose(error: BaseException, folder: pathlib.Path) -> Diagnosis:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error and its causes, the first cause last."""
+    """Yields an error and its causes, the root cause last."""
     while error is not None:
         yield error
         error = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__
 
 
 def _related(error: BaseException | None) -> Iterator[BaseException]:
-    """Yields an error, its causes, and what was being handled when they were raised."""
+    """Yields an error, its causes and their contexts."""
     if error is not None:
         yield error
         members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
@@ -138,7 +140,7 @@ def _is_system_error(error: BaseException) -> bool:
 
 
 def _unreadable_file(folder: pathlib.Path) -> OSError | None:
-    """Returns why a file of this folder cannot be read: libraries may take it for a missing one."""
+    """Returns the error if a file in this folder cannot be read; libraries may report such a file as missing."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -159,7 +161,7 @@ def _unreadable_file(folder: pathlib.Path) -> OSError | None:
 
 
 def reason(error: BaseException) -> str:
-    """Returns what went wrong first, in one line; where the system said it, in its words only."""
+    """Returns the root cause in one line; for system errors, only the text of the system."""
     *_, root = _causes(error)
     text = str(root)
     for known in ("No space left on device", "File too large", "Disk quota exceeded", *_SYSTEM_TEXTS):

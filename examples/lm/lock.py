@@ -1,4 +1,4 @@
-"""A lock on the folder of a run, so that two runs do not destroy each other's checkpoints."""
+"""Locks the folder of a run, so that two runs cannot destroy each other's checkpoints."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from lm.flags import UserError
 
 try:
     import fcntl
-except ImportError:  # no such locks on this system
+except ImportError:  # not available on this platform
     fcntl = None  # type: ignore[assignment]
 
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class FolderLock:
-    """Holds the file ``lock`` of a folder until it is released or the process ends, however it ends.
+    """Locks the file ``lock`` in a folder until it is released or the process ends, for whatever reason.
 
-    The file stays: removing it would let a second run lock another file of the same name.
+    The file is never removed: otherwise a second run could lock a new file of the same name.
 
     Args:
-        folder: Of the run; it exists.
-        report: Takes a line for the user.
+        folder: Existing folder of the run.
+        report: Receives messages for the user.
 
     Raises:
         UserError: If another run holds the lock, or the file cannot be opened.
@@ -46,8 +46,8 @@ class FolderLock:
 
     def _take(self, path: pathlib.Path, report: Callable[[str], None]) -> None:
         if not stat.S_ISREG(os.fstat(self._file).st_mode):
-            raise UserError(f"{path} must be a plain file")
-        unlocked = f"{path.parent} cannot be locked%s: make sure that no other run uses it"
+            raise UserError(f"{path} must be a regular file")
+        unlocked = f"{path.parent} cannot be locked%s: make sure that no other run uses this folder"
         if fcntl is None:
             report(unlocked % "")
             return
@@ -61,16 +61,16 @@ class FolderLock:
                 raise UserError(f"{path} cannot be locked: {error.strerror}") from error
             holder = os.read(self._file, 200).decode(errors="replace").strip() or "another process"
             raise UserError(
-                f"{path.parent} is used by another run ({holder}): wait for it, or --out names another folder"
+                f"{path.parent} is used by another run ({holder}): wait for it to end, or pass another --out"
             ) from error
         try:
             os.truncate(self._file, 0)
             os.pwrite(self._file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        except OSError:  # a full disk: the lock holds all the same
+        except OSError:  # a full disk; the lock is held regardless
             return
 
     def release(self) -> None:
-        """Lets another run have the folder."""
+        """Releases the lock."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1

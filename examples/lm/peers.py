@@ -1,16 +1,16 @@
-"""The processes of a run: they meet before JAX starts, and each one ends with one line when another is lost.
+"""Connects the processes of a run before JAX starts, and ends each with one line when another one is lost.
 
-JAX by itself waits five minutes for a process that never comes, and aborts with a C++ stack trace when it loses one. So
-processes connect to the first one (on the port that JAX uses afterwards) and say which they are. When all have come,
+JAX waits five minutes for a missing process and aborts with a C++ stack trace when it loses one. Therefore the
+processes first connect to process 0 (on the port that JAX uses afterwards) and send their index. When all have joined,
 they start JAX and keep these connections, which carry lines of text:
 
-    hello ID COUNT      to the first process: who comes
-    came COUNT          from the first process: how many have come
-    go, error TEXT      from the first process: all have come, or why the run cannot start
-    beat                both ways, every few seconds
-    bye                 this process has done its part: that its connection closes is no fault
-    failed ID           this process ends with an error, which it reports itself
-    lost ID TEXT        from the first process: another one was killed or is no longer heard of
+    hello ID COUNT      to process 0: index of the sender and number of processes
+    came COUNT          from process 0: number of processes that have joined
+    go, error TEXT      from process 0: all have joined, or why the run cannot start
+    beat                both ways, every few seconds: heartbeat
+    bye                 this process is done; its connection will close
+    failed ID           this process exits with an error that it reports itself
+    lost ID TEXT        from process 0: another process was killed or does not respond
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from typing import NamedTuple, NoReturn, Self
 from lm.flags import RunError, UserError
 
 _GREETING = "ringjax-lm hello"
-_BEAT, _SILENCE = 5.0, 40.0  # seconds between signs of life, and without one until a process counts as lost
-_RETRY = 0.2  # seconds between attempts to connect
-_SLACK = 2.0  # seconds that the first process has to say why not all came, once a process has waited long enough
-_OWN_ERROR = 2.0  # seconds for a process to report an error of its own, once another has failed
-_LAST = 10.0  # seconds in which a process that failed ends, whatever its threads do
+_BEAT, _SILENCE = 5.0, 40.0  # seconds between heartbeats, and without one until a process counts as lost
+_RETRY = 0.2  # seconds between connection attempts
+_SLACK = 2.0  # seconds after the timeout for process 0 to report which processes are missing
+_OWN_ERROR = 2.0  # seconds for a process to report its own error after another has failed
+_LAST = 10.0  # seconds until a failed process is ended, whatever its threads do
 _MAX_LINE = 1024
 
 
 class Address(NamedTuple):
-    """Where the first process listens.
+    """Address of the first process.
 
     Example:
         >>> Address.parse("[::1]:1234").bind
@@ -61,9 +61,9 @@ class Address(NamedTuple):
 
     @property
     def bind(self) -> str | None:
-        """What to listen on: the address itself if it is a loopback address; None: all interfaces.
+        """Address to listen on: a loopback address itself, or None for all interfaces.
 
-        Names are not looked up: many hosts find a loopback address under their own name.
+        Names are not resolved: on many hosts, their own name resolves to a loopback address.
         """
         host = "127.0.0.1" if self.host == "localhost" else self.host
         try:
@@ -75,7 +75,7 @@ class Address(NamedTuple):
         return f"[{host}]:{self.port}" if ":" in host else f"{host}:{self.port}"
 
     def listen(self) -> socket.socket:
-        """Returns a listening socket; `UserError` if the port is taken."""
+        """Returns a listening socket; raises `UserError` if the port is in use."""
         try:
             if self.bind:
                 host = self.bind.rpartition(":")[0].strip("[]")
@@ -89,72 +89,73 @@ class Address(NamedTuple):
 
 
 class Connection:
-    """A socket that carries lines of text."""
+    """Sends and receives lines of text on a socket."""
 
     def __init__(self, connected: socket.socket) -> None:
-        self.socket, self._begun = connected, b""
+        self.socket, self._partial = connected, b""
         connected.settimeout(_BEAT)
-        self.seen = time.monotonic()
-        self.rank = -1  # until it has said which it is
+        self.last_seen = time.monotonic()
+        self.rank = -1  # not known yet
         self.has_left = False
-        self.unheard: list[str] = []  # lines that came right after the one that was waited for
+        self.pending: list[str] = []  # lines received together with `go`
 
     def receive(self) -> list[str] | None:
-        """Returns the lines that are there, once the socket is readable; None if it is closed or sends no lines."""
+        """Returns the lines received so far; None if the socket is closed or does not send lines."""
         try:
             received = self.socket.recv(4096)
         except OSError:
             return None
-        *lines, self._begun = (self._begun + received).split(b"\n")
-        if not received or len(self._begun) > _MAX_LINE:
+        *lines, self._partial = (self._partial + received).split(b"\n")
+        if not received or len(self._partial) > _MAX_LINE:
             return None
-        self.seen = time.monotonic()
+        self.last_seen = time.monotonic()
         return [line.decode("ascii", "replace") for line in lines]
 
     def send(self, line: str) -> None:
-        """Sends a line; that the other has gone is noticed where it is read."""
+        """Sends a line; a closed connection is noticed by `receive`."""
         with contextlib.suppress(OSError):
             self.socket.sendall(line.encode("ascii", "replace") + b"\n")
 
 
 class Peers:
-    """The other processes of a run: a context manager around all that the run does once they have met.
+    """Monitors the other processes of a run: a context manager around the run, after `rendezvous`.
 
     Args:
-        address: Where the first process listens.
-        count: How many processes there are.
-        rank: Which one this is.
+        address: Address of the first process.
+        count: Number of processes.
+        rank: Index of this process.
     """
 
     def __init__(self, address: Address, count: int, rank: int) -> None:
         self.address, self.count, self.rank = address, count, rank
         self.connections: list[Connection] = []
-        self._ends: tuple[float, str, int] | None = None  # when this process ends at the latest, its line and its code
+        self._ends: tuple[float, str, int] | None = None  # deadline of this process, its last message and its exit code
 
-    def meet(self, timeout: float) -> None:
-        """Waits until all have come.
+    def rendezvous(self, timeout: float) -> None:
+        """Waits until all processes have joined.
 
         Raises:
-            UserError: If the port is taken, or not all come in so many seconds, or two say that they are the same.
+            UserError: If the port is in use, not all processes join within `timeout` seconds, two have the same index,
+                or they differ in their number of processes.
         """
         deadline = time.monotonic() + timeout
         if self.rank == 0:
             with self.address.listen() as server:
-                self.connections = _Meeting(self, server, timeout).gather(deadline)
+                self.connections = _Rendezvous(self, server, timeout).gather(deadline)
             for connection in self.connections:
                 connection.send("go")
         else:
             self.connections = [self._join(deadline, timeout)]
 
     def came(self, number: int, timeout: float, missing: str = "") -> str:
-        """Returns the line for too few."""
+        """Returns the error message for missing processes."""
         return (
-            f"--coordinator {self.address.text}: {number} of {self.count} processes came within {timeout:g} s "
+            f"--coordinator {self.address.text}: {number} of {self.count} processes joined within {timeout:g} s "
             f"(--start-timeout){missing}"
         )
 
     def _join(self, deadline: float, timeout: float) -> Connection:
-        """Returns a connection to the first process once that says that all have come."""
+        """Returns a connection to the first process once all processes have joined."""
         came, reason = 0, "no answer"
         while (left := deadline - time.monotonic()) > 0:
             try:
@@ -165,7 +166,7 @@ class Peers:
                 continue
             with contextlib.ExitStack() as stack:
                 stack.enter_context(joined)
-                if joined.getsockname() == joined.getpeername():  # where nobody listens, a socket may find itself
+                if joined.getsockname() == joined.getpeername():  # a socket may connect to itself if nobody listens
                     continue
                 connection = Connection(joined)
                 came, reason = self._ask(connection, deadline + _SLACK), "connected, but no answer"
@@ -176,12 +177,12 @@ class Peers:
         if came:
             raise UserError(self.came(came, timeout))
         raise UserError(
-            f"--coordinator {self.address.text}: process 0 of {self.count} was not reached by process {self.rank} "
+            f"--coordinator {self.address.text}: process {self.rank} could not reach process 0 of {self.count} "
             f"within {timeout:g} s (--start-timeout): {reason}"
         )
 
     def _ask(self, connection: Connection, deadline: float) -> int:
-        """Returns how many have come: all of them, or as many as when the time was up or the connection closed."""
+        """Returns how many processes had joined when all had, the time was up or the connection closed."""
         connection.send(f"{_GREETING} {self.rank} {self.count}")
         came = 0
         while (left := deadline - time.monotonic()) > 0:
@@ -192,39 +193,39 @@ class Peers:
             while lines:
                 kind, _, text = lines.pop(0).partition(" ")
                 if kind == "go":
-                    connection.unheard = lines
+                    connection.pending = lines
                     return self.count
                 if kind == "error":
                     raise UserError("".join(x for x in text if x.isprintable()))
                 if kind != "came" or not text.isdecimal():
-                    raise UserError(f"--coordinator {self.address.text}: another program answers there")
-                came = min(int(text), self.count - 1)  # all is what `go` says
+                    raise UserError(f"--coordinator {self.address.text}: another program uses this address")
+                came = min(int(text), self.count - 1)  # only `go` means all of them
         return came
 
     def __enter__(self) -> Self:
-        """Begins to watch the others."""
+        """Starts to monitor the other processes."""
         for connection in self.connections:
             connection.socket.settimeout(_BEAT)
-            connection.seen = time.monotonic()
+            connection.last_seen = time.monotonic()
         threading.Thread(target=self._watch, name="peers", daemon=True).start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Says how this process ends; an error whose cause is a lost process is left to the thread that watches."""
+        """Announces how this process ends; the monitoring thread handles errors that a lost process caused."""
         if error is None:
-            self._tell("bye")
+            self._broadcast("bye")
             return
         if not isinstance(error, (UserError, RunError)) or self._ends:
-            time.sleep(_OWN_ERROR + 1)  # the thread ends this process, with its line, if another is lost
+            time.sleep(_OWN_ERROR + 1)  # if another process is lost, the monitoring thread ends this one with a message
         code = 2 if isinstance(error, UserError) else 1
-        self._tell(f"failed {self.rank}")
+        self._broadcast(f"failed {self.rank}")
         self._ends = (time.monotonic() + _LAST, "", code)
-        atexit.register(self._leave, code)  # before JAX, which would wait for the others
+        atexit.register(self._leave, code)  # runs before the exit handler of JAX, which would wait for the others
 
     def _leave(self, code: int) -> NoReturn:
-        """Ends this process at once; the first one after the others, which JAX aborts when it loses the first."""
+        """Ends this process at once; process 0 ends last, because JAX aborts the others when it disappears."""
         deadline = time.monotonic() + _OWN_ERROR + 1
         while self.rank == 0 and self.connections and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -233,33 +234,33 @@ class Peers:
         os._exit(code)
 
     def _watch(self) -> None:
-        """Ends this process when another is lost: the body of a thread."""
+        """Ends this process when another one is lost; runs in a thread."""
         selector, beaten = selectors.DefaultSelector(), time.monotonic()
         for connection in self.connections:
             selector.register(connection.socket, selectors.EVENT_READ, connection)
-            for line in connection.unheard:
-                self._hear(connection, line)
+            for line in connection.pending:
+                self._handle(connection, line)
         while True:
             for key, _ in selector.select(0.5):
                 lines = key.data.receive()
                 for line in lines or ():
-                    self._hear(key.data, line)
+                    self._handle(key.data, line)
                 if lines is None:
                     selector.unregister(key.fileobj)
                     self.connections.remove(key.data)
                     if not key.data.has_left:
-                        self._end(self._from(key.data), "was killed, or its host is down")
+                        self._end(self._from(key.data), "was killed or its host is down")
             now = time.monotonic()
             if now - beaten >= _BEAT:
                 beaten = now
-                self._tell("beat")
-                silent = (x for x in self.connections if now - x.seen > _SILENCE)
+                self._broadcast("beat")
+                silent = (x for x in self.connections if now - x.last_seen > _SILENCE)
                 for connection in silent:
-                    self._end(self._from(connection), f"has not been heard of for {_SILENCE:g} s")
+                    self._end(self._from(connection), f"has not responded for {_SILENCE:g} s")
             if self._ends and now > self._ends[0]:
                 _exit(*self._ends[1:])
 
-    def _hear(self, connection: Connection, line: str) -> None:
+    def _handle(self, connection: Connection, line: str) -> None:
         kind, _, text = line.partition(" ")
         if kind == "bye":
             connection.has_left = True
@@ -269,25 +270,25 @@ class Peers:
         elif kind == "failed":
             connection.has_left = True
             if self.rank == 0:
-                self._tell(line)
+                self._broadcast(line)
             if not self._ends:
-                line = f"process {text} of {self.count} failed, and says why; this one ends too"
+                line = f"process {text} of {self.count} failed (see its message); exiting"
                 self._ends = (time.monotonic() + _OWN_ERROR, line, 1)
 
     def _from(self, connection: Connection) -> int:
         return connection.rank if self.rank == 0 else 0
 
-    def _tell(self, line: str) -> None:
+    def _broadcast(self, line: str) -> None:
         for connection in list(self.connections):
             connection.send(line)
 
     def _end(self, rank: int, how: str) -> None:
-        """Ends this process and, if it is the first one, tells the others why; one that ends anyway goes on with it."""
+        """Ends this process, unless it is ending already; process 0 also informs the others."""
         if self._ends:
             return
         if self.rank == 0:
-            self._tell(f"lost {rank} {how}")
-        _exit(f"process {rank} of {self.count} {how}; this one ends too (--resume continues)", 1)
+            self._broadcast(f"lost {rank} {how}")
+        _exit(f"process {rank} of {self.count} {how}; exiting (continue with --resume)", 1)
 
 
 def _reason(error: OSError) -> str:
@@ -301,17 +302,17 @@ def _exit(line: str, code: int) -> NoReturn:
     os._exit(code)
 
 
-class _Meeting:
-    """The first process's side of a meeting."""
+class _Rendezvous:
+    """Accepts the other processes, in process 0."""
 
     def __init__(self, peers: Peers, server: socket.socket, timeout: float) -> None:
         self.peers, self.server, self.timeout = peers, server, timeout
-        self.strangers: set[Connection] = set()  # they have not yet said who they are
+        self.strangers: set[Connection] = set()  # connections that have not sent their index yet
         self.joined: dict[int, Connection] = {}
         self.selector = selectors.DefaultSelector()
 
     def gather(self, deadline: float) -> list[Connection]:
-        """Returns the connections to all other processes, by rank."""
+        """Returns the connections to all other processes, ordered by rank."""
         count = self.peers.count
         self.selector.register(self.server, selectors.EVENT_READ)
         with self.selector:
@@ -333,7 +334,7 @@ class _Meeting:
     def _accept(self) -> None:
         try:
             connection = Connection(self.server.accept()[0])
-        except OSError:  # it has gone again
+        except OSError:  # already closed
             return
         self.strangers.add(connection)
         self.selector.register(connection.socket, selectors.EVENT_READ, connection)

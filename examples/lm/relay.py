@@ -1,7 +1,7 @@
-"""A local address that leads to another one and outlives it by a second.
+"""Relays a local address to a remote one and closes connections one second late.
 
-JAX aborts a process with a C++ stack trace as soon as its connection to the first process closes. Through a relay it
-learns of that a second later, and by then `lm.peers` has ended the process with one line.
+JAX aborts a process with a C++ stack trace as soon as its connection to the first process closes. Through a relay, JAX
+notices one second later, when `lm.peers` has already ended the process with one line.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 
 _DELAY = 1.0  # seconds
-_CONNECT = 10.0  # seconds in which the other address begins to answer
+_CONNECT = 10.0  # seconds within which the target must accept
 _RETRY = 0.05
 
 

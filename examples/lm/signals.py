@@ -1,4 +1,4 @@
-"""A request to stop (SIGTERM, Ctrl-C, a closed terminal), answered between steps, at the same one in all processes."""
+"""Handles requests to stop (SIGTERM, Ctrl-C, a closed terminal) between steps, at the same step in all processes."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jax.experimental import multihost_utils
 
 from lm import LAUNCHER_PIPE
 
-_GRACE_SECONDS = 60.0  # to save and end, once the launcher has ended
+_GRACE_SECONDS = 60.0  # to save and exit, once the launcher has exited
 
 
 def end_with_launcher() -> None:
-    """Asks this process to stop when `launch_local.py`, which has started it, ends in whatever way."""
+    """Stops this process when `launch_local.py`, which started it, exits for any reason."""
     pipe = os.environ.pop(LAUNCHER_PIPE, "")
     if pipe:
-        threading.Thread(target=_outlive, args=(int(pipe),), name="launcher", daemon=True).start()
+        threading.Thread(target=_watch_launcher, args=(int(pipe),), name="launcher", daemon=True).start()
 
 
-def _outlive(pipe: int) -> None:
+def _watch_launcher(pipe: int) -> None:
     with contextlib.suppress(OSError):
         os.read(pipe, 1)  # nothing is ever written
     os.kill(os.getpid(), signal.SIGTERM)
@@ -33,9 +33,9 @@ def _outlive(pipe: int) -> None:
 
 
 class StopRequest:
-    """Whether the run was asked to stop; a second signal stops it at once.
+    """Records a request to stop; a second signal stops the run immediately.
 
-    With several processes, JAX's own watcher takes SIGTERM and agrees with the others on a step.
+    With several processes, the preemption watcher of JAX handles SIGTERM and agrees on a common step.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         if jax.process_count() == 1:
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+                if signal.getsignal(number) is not signal.SIG_IGN:  # for example under nohup
                     self._before[number] = signal.signal(number, self._note)
         return self
 
@@ -58,7 +58,7 @@ class StopRequest:
         signal.signal(number, self._before[number])
 
     def at(self, step: int) -> bool:
-        """Whether to stop after this step: all processes ask, at every step."""
+        """Returns whether to stop after this step; all processes must call it at every step."""
         if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
             self.signal = signal.SIGTERM
         return self.signal is not None
