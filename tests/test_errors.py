@@ -37,7 +37,7 @@ BAD_CALLS = {
     "seq_len 0": ({"seq_len": 0}, r"`seq_len` must be at least 1, got 0"),
     "seq_len float": ({"seq_len": 4.0}, r"`seq_len` must be an integer, got 4.0"),
     "scale": ({"scale": float("nan")}, r"`scale` must be a finite .* of at most 3.4e\+38, got nan"),
-    "scale word": ({"scale": "big"}, r"`scale` must be a finite number .*got 'big'"),
+    "scale word": ({"scale": "big"}, r"`scale` must be a finite Python number .*got 'big'"),
     "scale beyond float32": ({"scale": 1e39}, r"`scale` must be a finite .* of at most 3.4e\+38, got 1e\+39"),
     "scale beyond floats": ({"scale": -(10**400)}, r"`scale` must be a finite .* of at most 3.4e\+38, got -1000"),
     "scale array": ({"scale": jnp.float32(0.5)}, r"`scale` must be .*\(not a JAX array\) .*, got Array\(0.5"),

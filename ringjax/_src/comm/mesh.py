@@ -108,7 +108,7 @@ class Ring:
         return PartitionSpec(self.batch_axis, self.axis_name, self.head_axis, None)
 
     def place(self) -> RingPlace:
-        """Returns what code inside `jax.shard_map` needs to know about the ring."""
+        """Returns the description of the ring that code inside `jax.shard_map` uses."""
         return RingPlace(
             self.axis_name,
             self.size("axis_name"),

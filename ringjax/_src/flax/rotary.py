@@ -139,7 +139,7 @@ def _cos_sin(positions: Array, dim: int, base: float) -> tuple[Array, Array]:
 
 def _rotate(x: Array, cos: Array, sin: Array) -> Array:
     """Rotates, and scales, each pair of dimensions in at least float32."""
-    wide = accumulator(x.dtype)
-    first, second = jnp.split(x.astype(wide), 2, axis=-1)
-    cos, sin = cos.astype(wide), sin.astype(wide)
+    dtype = accumulator(x.dtype)
+    first, second = jnp.split(x.astype(dtype), 2, axis=-1)
+    cos, sin = cos.astype(dtype), sin.astype(dtype)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
