@@ -14,7 +14,7 @@ from ringjax._src.kernels import pallas_tpu as tpu
 from ringjax._src.kernels.backend import Case, Target
 from ringjax._src.kernels.kernel import BlockSizes, Look
 from ringjax._src.kernels.tpu_call import Call, Joint, Rows
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 
 _PASSES = ("forward", "query_gradient", "key_gradient")
 _MULTIPLIES = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
@@ -113,7 +113,7 @@ def _tpu_bytes(name: str, look: Look, tasks: int, head_dim: int, dtype: str, spa
     def build(*arrays: Array) -> None:
         if name == "forward":
             out, lse, q, kv = arrays
-            found.append(tpu.forward_call(Partial(out, lse), Rows(q, kv, chunks, spans, None), look))
+            found.append(tpu.forward_call(PartialSoftmax(out, lse), Rows(q, kv, chunks, spans, None), look))
         else:
             sums, q, kv, dout, stats = arrays
             make = tpu.query_gradient_call if name == "query_gradient" else tpu.key_gradient_call

@@ -1,4 +1,4 @@
-"""The command line as a user has it: exit codes, one-line errors, JSON, and the plan's report."""
+"""The command line: exit codes, one-line errors, JSON, and the report of `ringjax plan`."""
 
 import dataclasses
 import json
@@ -22,22 +22,22 @@ def command(*words):
     return subprocess.run([sys.executable, "-m", "ringjax", *words], capture_output=True, text=True, check=False)
 
 
-def answer(capsys, *words):
-    """What a command says in JSON."""
+def json_output(capsys, *words):
+    """Returns the JSON output of a command."""
     assert main([*words, "--json"]) == 0
     return json.loads(capsys.readouterr().out)
 
 
-def test_a_user_plans():
+def test_plan_prints_json():
     done = command(*PLAN, "--causal", "--device", "h100", "--json")
     assert (done.returncode, done.stderr) == (0, "")
-    said = json.loads(done.stdout)
-    assert {"command", "plan", "memory", "fits", "longest_seq_len", "estimate", "warnings", "best"} <= set(said)
-    assert [b["where"] for b in said["plan"]["branches"]] == ["local", "ring"]
-    assert said["estimate"]["is_estimate"] is True
+    output = json.loads(done.stdout)
+    assert {"command", "plan", "memory", "fits", "longest_seq_len", "estimate", "warnings", "best"} <= set(output)
+    assert [b["where"] for b in output["plan"]["branches"]] == ["local", "ring"]
+    assert output["estimate"]["is_estimate"] is True
 
 
-def test_a_user_errs():
+def test_invalid_choice_is_a_one_line_error():
     done = command(*PLAN, "--layout", "spiral")
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
@@ -55,26 +55,26 @@ def test_a_user_errs():
         (["plan", "--kv-heads", "3"], "--heads must be a multiple of --kv-heads, got 16 and 3"),
         (["plan", "--sweep", "ring"], "--sweep must be a name and values such as ring=1,2,4,8, got 'ring'"),
         (["plan", "--sweep", "mood=1,2"], "--sweep must name one of ring, seq-len"),
-        (["plan", "--sweep", "layout=spiral"], "--sweep layout must take values among contiguous, zigzag"),
+        (["plan", "--sweep", "layout=spiral"], "--sweep layout values must be among contiguous, zigzag"),
         (["draw", "mask", "--seq-len", "64K"], "--seq-len must be at most 1024 to draw a mask, got 65536"),
         (["draw", "mask", "-o", "mask.gif"], "--output must name a .png or .svg file, got 'mask.gif'"),
         (["draw", "ring", "--ring", "1"], "--ring must be from 2 to 64 to draw a ring, got 1"),
         (["aot", "--target", "tpu:v9:2x2"], "must be one of ('v5e', 'v5p', 'v6e'), a colon and a grid"),
         (["aot", "--target", "cuda:h100:8"], "such as cuda:h100:1x8x8, got 'cuda:h100:8'"),
         (["aot"], "the following arguments are required: --target"),
-        (["tune", "--ring", "9"], "--ring must be at most 8, the devices at hand, got 9"),
+        (["tune", "--ring", "9"], "--ring must be at most 8, the number of available devices, got 9"),
         (["fly"], "argument COMMAND: invalid choice: 'fly'"),
         ([], "the following arguments are required: COMMAND"),
     ],
 )
-def test_wrong_input_is_one_line(words, text, capsys):
+def test_invalid_input_is_a_one_line_error(words, text, capsys):
     code = main(words)
-    said = capsys.readouterr()
+    output = capsys.readouterr()
     if text is None:
-        assert (code, said.err) == (0, "")
+        assert (code, output.err) == (0, "")
         return
-    assert (code, said.out) == (2, "")
-    (line,) = said.err.splitlines()
+    assert (code, output.out) == (2, "")
+    (line,) = output.err.splitlines()
     assert line.startswith("ringjax")
     assert text in line
     assert "--help" in line
@@ -85,12 +85,12 @@ def test_help_has_examples(name, capsys):
     with pytest.raises(SystemExit) as end:
         parser(name).parse_args([name, "--help"])
     assert end.value.code == 0
-    said = capsys.readouterr().out
-    assert f"ringjax {name}" in said.partition("examples:")[2]
-    assert "--json" in said
+    output = capsys.readouterr().out
+    assert f"ringjax {name}" in output.partition("examples:")[2]
+    assert "--json" in output
 
 
-def test_sizes_and_patterns():
+def test_sizes_and_patterns_are_parsed():
     assert [parse_count(x) for x in ("1M", "1.5K", "1,000", "7")] == [2**20, 1536, 1000, 7]
     assert [parse_bytes(x) for x in ("80GB", "1.5GiB", "12")] == [80 * 10**9, 3 * 2**29, 12]
     assert parse_pattern("2K/1, T/16", 4096) == rj.DilationPattern((2048, 4096), (1, 16))
@@ -101,8 +101,8 @@ def test_sizes_and_patterns():
             parse_count(wrong)
 
 
-def test_plan_says_what_the_library_plans(capsys):
-    said = answer(capsys, *PLAN, "--causal")
+def test_plan_output_matches_the_library(capsys):
+    output = json_output(capsys, *PLAN, "--causal")
     made = rj.plan(
         rj.DilationPattern((2048, 65536), (1, 16)),
         seq_len=65536,
@@ -110,19 +110,19 @@ def test_plan_says_what_the_library_plans(capsys):
         head_dim=64,
         ring_size=8,
         is_causal=True,
-        layout="zigzag",  # by default, where causal
+        layout="zigzag",  # the default if causal
         dtype="bfloat16",
     )
-    assert said["plan"] == json.loads(json.dumps(made.to_dict()))
-    assert said["memory"] == {"forward_bytes": made.forward_memory, "training_bytes": made.gradient_memory}
-    assert (said["fits"], said["estimate"], said["longest_seq_len"]) == (None, None, None)
+    assert output["plan"] == json.loads(json.dumps(made.to_dict()))
+    assert output["memory"] == {"forward_bytes": made.forward_memory, "training_bytes": made.gradient_memory}
+    assert (output["fits"], output["estimate"], output["longest_seq_len"]) == (None, None, None)
     assert main([*PLAN, "--causal", "--device", "v5p"]) == 0
     text = capsys.readouterr().out
     for word in (
         "65536/16",
         "Memory per device (estimate, tpu",
         "ESTIMATE",
-        "fits into 95.0 GiB",
+        "fits in 95.0 GiB",
         "Best: --layout zigzag",
     ):
         assert word in text, word
@@ -130,40 +130,52 @@ def test_plan_says_what_the_library_plans(capsys):
 
 
 @pytest.mark.parametrize(
-    ("changes", "about", "fix", "mended"),
+    ("changes", "about", "fix", "fixed"),
     [
         ({"layout": "contiguous"}, "the busiest device does", "--layout zigzag", {"layout": "zigzag"}),
         (
             {"seq_len": 65000, "pattern_text": "2K/1,T/16"},
-            "is computed by position",
+            "uses the slower position-based path",
             "--stored-length 65536",
             {"stored_length": 65536},
         ),
-        ({"pattern_text": "2K/2,T/16"}, "are in no branch", "a branch of rate 1", {"pattern_text": "2K/1,T/16"}),
-        ({"pattern_text": "2K/1"}, "a query sees at most", "such as --pattern ...,T/4", {"pattern_text": "2K/1,T/4"}),
+        (
+            {"pattern_text": "2K/2,T/16"},
+            "are selected by no branch",
+            "a branch of rate 1",
+            {"pattern_text": "2K/1,T/16"},
+        ),
+        (
+            {"pattern_text": "2K/1"},
+            "a query attends to at most",
+            "such as --pattern ...,T/4",
+            {"pattern_text": "2K/1,T/4"},
+        ),
         ({"device": "v5e", "dtype": "float16"}, "instead of a kernel", "--dtype bf16", {"dtype": "bfloat16"}),
         (
             {"device": "h100", "ring_size": 64, "pattern_text": "T/512"},
-            "of the time of messages is not hidden",
-            "a smaller --ring",
+            "of the communication time is not hidden",
+            "use a smaller --ring",
             {"ring_size": 1},
         ),
     ],
 )
-def test_each_warning_has_a_fix_that_mends_it(changes, about, fix, mended):
+def test_each_warning_has_a_fix_that_removes_it(changes, about, fix, fixed):
     job = dataclasses.replace(JOB, **changes)
     if changes.get("pattern_text") == "2K/2,T/16":
         job = dataclasses.replace(job, num_kv_heads=1)
-        mended = {**mended, "num_kv_heads": 8}
+        fixed = {**fixed, "num_kv_heads": 8}
     (found,) = [w for w in plan_report(job).warnings if about in w.about][:1]
     assert fix in found.fix
-    after = plan_report(dataclasses.replace(job, **mended)).warnings
+    after = plan_report(dataclasses.replace(job, **fixed)).warnings
     assert not [w for w in after if about in w.about]
 
 
-def test_a_larger_ring_is_named_where_memory_is_short():
+def test_insufficient_memory_suggests_a_larger_ring():
     job = dataclasses.replace(JOB, seq_len=2**20, memory=10**9)
-    (found,) = [w for w in plan_report(job).warnings if w.about == "training needs more than the 953.7 MiB of a device"]
+    (found,) = [
+        w for w in plan_report(job).warnings if w.about == "training needs more than 953.7 MiB of memory per device"
+    ]
     ring = int(found.fix.removeprefix("--ring "))
     assert plan_report(dataclasses.replace(job, ring_size=ring)).fits
     assert not plan_report(dataclasses.replace(job, ring_size=ring // 2)).fits
@@ -171,29 +183,29 @@ def test_a_larger_ring_is_named_where_memory_is_short():
     assert "fewer tokens" in hopeless.fix
 
 
-def test_a_good_plan_has_no_warning():
+def test_balanced_plan_has_no_warnings():
     report = plan_report(dataclasses.replace(JOB, seq_len=2**20, device="h100", pattern_text="2K/1,T/16"))
     assert report.warnings == []
     assert (report.fits, report.best.layout) == (True, "zigzag")
 
 
-def test_best_layout_is_contiguous_where_nothing_is_causal():
+def test_best_layout_is_contiguous_without_causality():
     assert plan_report(dataclasses.replace(JOB, is_causal=False, layout="zigzag")).best.layout == "contiguous"
 
 
-def test_sweep(capsys):
-    said = answer(capsys, *PLAN, "--device", "v5p", "--sweep", "ring=1,2,4,8")
-    training = [row["memory"]["gradient"] for row in said["rows"]]
+def test_sweep_tabulates_the_values_of_one_option(capsys):
+    output = json_output(capsys, *PLAN, "--device", "v5p", "--sweep", "ring=1,2,4,8")
+    training = [row["memory"]["gradient"] for row in output["rows"]]
     assert training == sorted(training, reverse=True)
-    assert [row["value"] for row in said["rows"]] == ["1", "2", "4", "8"]
-    assert said["rows"][0]["sent"] == 0
-    assert all(row["longest"] > 65536 and row["fits"] for row in said["rows"])
+    assert [row["value"] for row in output["rows"]] == ["1", "2", "4", "8"]
+    assert output["rows"][0]["sent"] == 0
+    assert all(row["longest"] > 65536 and row["fits"] for row in output["rows"])
     assert sweep(JOB, "kv-heads", ["3"])[0].error.startswith("`num_heads` must be a multiple")
     assert main([*PLAN, "--sweep", "dtype=bf16,f32"]) == 0
     assert "training memory" in capsys.readouterr().out
 
 
-def test_the_longest_sequence_fits_and_a_longer_one_does_not():
+def test_longest_sequence_fits_and_a_longer_one_does_not():
     job = dataclasses.replace(JOB, memory=10**9)
     longest = longest_that_fits(job)
     needs = [dataclasses.replace(job, seq_len=n).plan().memory("cpu").gradient for n in (longest, longest * 51 // 50)]
@@ -201,7 +213,7 @@ def test_the_longest_sequence_fits_and_a_longer_one_does_not():
     assert longest_that_fits(dataclasses.replace(JOB, memory=1000)) == 0
 
 
-def test_estimate_by_hand():
+def test_estimate_matches_a_manual_calculation():
     plan, device = JOB.plan(), DEVICES["h100"]
     local, ring = estimate(plan, device).forward
     assert local.compute == pytest.approx(max(plan.branches[0].flops) / 989e12)
@@ -216,7 +228,7 @@ def test_estimate_by_hand():
     assert estimate(dataclasses.replace(JOB, ring_size=1).plan(), device).hidden == 1
 
 
-def test_rings_of_gpus_leave_the_machine():
+def test_large_gpu_rings_use_the_network_bandwidth():
     assert DEVICES["h100"].hop_bandwidth(4) == 450e9
     assert DEVICES["h100"].hop_bandwidth(64) == 50e9
     assert DEVICES["v5p"].hop_bandwidth(4096) == 100e9

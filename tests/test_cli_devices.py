@@ -1,4 +1,4 @@
-"""`ringjax doctor`, `tune` and `aot` on the devices at hand."""
+"""`ringjax doctor`, `tune` and `aot` on the available devices."""
 
 import dataclasses
 import json
@@ -26,67 +26,67 @@ from ringjax.cli.tune import Trial, Tuning, load, tune
 JOB = Job(256, num_heads=4, head_dim=8, pattern_text="16/1,T/8", is_causal=True, layout="zigzag", dtype="float32")
 
 
-def test_a_user_calls_the_doctor():
+def test_doctor_reports_devices_and_passes_its_checks():
     command = [sys.executable, "-m", "ringjax", "doctor", "--cpu-devices", "2", "--seconds", "0", "--json"]
-    sooner = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles in a third of the time
+    sooner = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # a third of the compile time
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=sooner)
     assert (done.returncode, done.stderr) == (0, "")
-    said = json.loads(done.stdout)
-    assert said["is_well"] is True
-    assert (said["devices"]["number"], said["devices"]["platform"], said["devices"]["processes"]) == (2, "cpu", 1)
-    assert said["versions"]["jax"] == __import__("importlib.metadata").metadata.version("jax")
-    assert [check["passed"] for check in said["checks"]] == [True, True]
-    assert all(0 < check["error"] < 2e-5 for check in said["checks"])
-    assert said["measurement"] is None
+    output = json.loads(done.stdout)
+    assert output["is_well"] is True
+    assert (output["devices"]["number"], output["devices"]["platform"], output["devices"]["processes"]) == (2, "cpu", 1)
+    assert output["versions"]["jax"] == __import__("importlib.metadata").metadata.version("jax")
+    assert [check["passed"] for check in output["checks"]] == [True, True]
+    assert all(0 < check["error"] < 2e-5 for check in output["checks"])
+    assert output["measurement"] is None
 
 
-def test_the_doctor_says_what_is_wrong(monkeypatch, capsys):
+def test_doctor_reports_failed_checks(monkeypatch, capsys):
     errors = iter([1e-7, float("nan")])
-    monkeypatch.setattr("ringjax.cli.doctor.error_against_oracle", lambda *_, **__: next(errors))
+    monkeypatch.setattr("ringjax.cli.doctor.error_against_reference", lambda *_, **__: next(errors))
     assert main(["doctor", "--seconds", "0"]) == 1
     one, ring = (line for line in capsys.readouterr().out.splitlines() if line.startswith("check"))
-    assert one == "check      128 tokens on one device, forward and gradient: right (error 1.0e-07, at most 2e-05)"
-    assert "1024 tokens on a ring of 8 devices, zigzag, forward and gradient: WRONG" in ring
+    assert one == "check      128 tokens on one device, forward and gradient: passed (error 1.0e-07, limit 2e-05)"
+    assert "1024 tokens on a ring of 8 devices, zigzag, forward and gradient: FAILED" in ring
 
 
 @pytest.mark.slow
-def test_the_doctor_sees_what_is_wrong(monkeypatch, capsys):
+def test_doctor_detects_wrong_results(monkeypatch, capsys):
     right = running.dilated_attention
     monkeypatch.setattr(running, "dilated_attention", lambda *x, **options: 1.001 * right(*x, **options))
     monkeypatch.setattr("ringjax.cli.doctor.jax.device_count", lambda: 1)
     assert main(["doctor", "--seconds", "0"]) == 1
-    said = capsys.readouterr().out
-    assert "128 tokens on one device, forward and gradient: WRONG" in said
-    assert "Something is WRONG" in said
+    output = capsys.readouterr().out
+    assert "128 tokens on one device, forward and gradient: FAILED" in output
+    assert "Some checks FAILED" in output
 
 
 @pytest.mark.slow
-def test_the_doctor_looks_at_several_processes():
+def test_doctor_covers_all_processes():
     code = "from processes import initialize_from_environment as join; join(); "
     code += "from ringjax.cli.main import main; raise SystemExit(main(['doctor', '--seconds', '1', '--json']))"
     first, second = run_processes([sys.executable, "-c", code], 2, devices_per_process=2, timeout=500)
-    said = json.loads(first.output[first.output.index("{") :])
-    assert (said["is_well"], said["devices"]["number"], said["devices"]["processes"]) == (True, 4, 2)
-    assert said["measurement"]["hop_bytes_per_second"] > 0
-    assert "is_well" not in second.output  # one of them speaks
+    output = json.loads(first.output[first.output.index("{") :])
+    assert (output["is_well"], output["devices"]["number"], output["devices"]["processes"]) == (True, 4, 2)
+    assert output["measurement"]["hop_bytes_per_second"] > 0
+    assert "is_well" not in second.output  # only process 0 prints
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 8])
-def test_the_doctor_measures(number):
+def test_doctor_measures_speed(number):
     command = [sys.executable, "-m", "ringjax", "doctor", "--cpu-devices", str(number), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    said = json.loads(done.stdout)
-    assert said["is_well"]
-    assert said["measurement"]["training_tokens_per_second"] > 0
-    assert (said["measurement"]["hop_bytes_per_second"] is None) == (number == 1)
+    output = json.loads(done.stdout)
+    assert output["is_well"]
+    assert output["measurement"]["training_tokens_per_second"] > 0
+    assert (output["measurement"]["hop_bytes_per_second"] is None) == (number == 1)
 
 
-def test_hops_are_measured():
+def test_hop_bandwidth_is_measured():
     assert running.hop_bandwidth(ring_mesh(2), 4096, budget=0, hops=2) > 0
 
 
-def test_a_user_without_the_compiler_is_told_what_to_install(monkeypatch, capsys):
+def test_missing_compiler_error_names_the_extra_to_install(monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for target, extra in (("tpu:v5p:2x2x2", "aot-tpu"), ("cuda:h100:1x1x8", "aot-cuda")):
         assert main(["aot", "--target", target]) == 2
@@ -102,15 +102,15 @@ def on_cpu(monkeypatch):
         program = lowered(ring_mesh(target.devices), workload, is_gradient)
         return CompiledProgram(program.compile(compiler_options=QUICK), 1.0)
 
-    monkeypatch.setattr(cli_aot, "aot", compile_here)
+    monkeypatch.setattr(cli_aot, "compile_for", compile_here)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
 
-    def apart(command, *, input, **_):
+    def in_process(command, *, input, **_):
         asked = json.loads(input)
         found = cli_aot.report_program(Job(**asked["job"]), target_named(asked["target"]), asked["part"])
         return subprocess.CompletedProcess(command, 0, stdout=json.dumps(vars(found)), stderr="")
 
-    monkeypatch.setattr(cli_aot.subprocess, "run", apart)
+    monkeypatch.setattr(cli_aot.subprocess, "run", in_process)
 
 
 def test_aot_report_is_compared_with_the_plan(on_cpu, capsys):
@@ -127,20 +127,20 @@ def test_aot_report_is_compared_with_the_plan(on_cpu, capsys):
     fields = {field.name for field in dataclasses.fields(cli_aot.ProgramReport)}
     text = str(cli_aot.ProgramReport(**{name: value for name, value in found.items() if name in fields}))
     assert text.count("exact") == 2
-    assert "It fits into the 16.0 GiB of a device." in text
+    assert "The program fits in the 16.0 GiB of a device." in text
 
 
-def test_a_compiler_that_refuses_is_reported(on_cpu, monkeypatch, capsys):
+def test_compiler_error_is_reported(on_cpu, monkeypatch, capsys):
     def refuse(*_):
         raise RuntimeError("RESOURCE_EXHAUSTED:\n needs 168 GB of 95 GB")
 
-    monkeypatch.setattr(cli_aot, "aot", refuse)
+    monkeypatch.setattr(cli_aot, "compile_for", refuse)
     assert main(["aot", "--target", "tpu:v5p:2x2x1"]) == 1
-    assert "no program: RESOURCE_EXHAUSTED: needs 168 GB of 95 GB" in capsys.readouterr().out
+    assert "compilation failed: RESOURCE_EXHAUSTED: needs 168 GB of 95 GB" in capsys.readouterr().out
     assert report_in_subprocess(JOB, "tpu:v5p:2x2x1", "gradient").fits is False
 
 
-def test_a_compiler_that_dies_is_reported(monkeypatch):
+def test_compiler_crash_is_reported(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
     dead = subprocess.CompletedProcess([], 139, stdout="", stderr="Segmentation fault\n")
     monkeypatch.setattr(cli_aot.subprocess, "run", lambda *_, **__: dead)
@@ -177,13 +177,13 @@ ENTRY %main (p: bf16[2,8]) -> bf16[2,8] {
 """
 
 
-def test_loops_are_counted_by_note_or_by_bound():
+def test_loop_iterations_come_from_the_trip_count_or_the_loop_bound():
     by_bound = {("collective-permute", "bfloat16", 32): 6, ("collective-permute", "float32", 16): 6}
     gathered = {("all-gather", "bfloat16", 32): 1}
     assert executed(LOOP) == {**by_bound, **gathered}
     noted = LOOP.replace("body=%body", 'body=%body, backend_config={"known_trip_count":{"n":"3"}}')
     assert executed(noted) == {**{key: 3 for key in by_bound}, **gathered}
-    with pytest.raises(ValueError, match="how often a loop with collectives runs, got 'loop'"):
+    with pytest.raises(ValueError, match="trip count of every loop with collectives, got 'loop'"):
         executed(LOOP.replace("direction=LT", "direction=NE"))
 
 
@@ -191,13 +191,13 @@ WORDS = ["--seq-len", "64", "--heads", "2", "--head-dim", "8", "--pattern", "8/1
 
 
 @pytest.mark.slow
-def test_tuning_measures(tmp_path):
+def test_tune_measures_every_trial(tmp_path):
     path = tmp_path / "tuning.json"
     assert main(["tune", *WORDS, "--ring", "2", "--seconds", "0", "-o", str(path)]) == 0
     assert all(trial.seconds > 0 for trial in load(path).trials)
 
 
-def test_the_fastest_is_kept_and_loaded(tmp_path, monkeypatch, capsys):
+def test_fastest_layout_and_strategy_are_saved_and_loaded(tmp_path, monkeypatch, capsys):
     times = {("contiguous", 2): 3.0, ("zigzag", 2): 1.0}
 
     def measured(program, *arrays, budget):
@@ -207,18 +207,18 @@ def test_the_fastest_is_kept_and_loaded(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("ringjax.cli.tune.median_seconds", measured)
     path = tmp_path / "tuning.json"
     assert main(["tune", *WORDS, "--ring", "2", "--seconds", "0", "-o", str(path), "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)
+    output = json.loads(capsys.readouterr().out)
     tuning = load(path)
-    assert (said["file"], said["layout"], tuning.layout, tuning.ring_size) == (str(path), "zigzag", "zigzag", 2)
+    assert (output["file"], output["layout"], tuning.layout, tuning.ring_size) == (str(path), "zigzag", "zigzag", 2)
     assert isinstance(hash(tuning), int)
     assert {(t.layout, t.seconds) for t in tuning.trials} >= {("contiguous", 3.5), ("zigzag", 1.5)}
     assert tuning.block_sizes is None
     ring = tuning.ring(ring_mesh(2))
     assert (ring.layout, ring.strategy) == ("zigzag", tuning.strategy)
-    assert "not measured, as no kernels run here" in str(tuning)
+    assert "not measured (no Pallas kernels on this platform)" in str(tuning)
 
 
-def test_the_fastest_blocks_are_kept(monkeypatch):
+def test_fastest_block_sizes_are_selected(monkeypatch):
     def measured(program, *arrays, budget):
         inner = program.__wrapped__
         attention = inner if hasattr(inner, "keywords") else inner.__closure__[0].cell_contents
@@ -232,7 +232,7 @@ def test_the_fastest_blocks_are_kept(monkeypatch):
     monkeypatch.setattr("ringjax.cli.tune.median_seconds", measured)
     job = Job(64, num_heads=1, head_dim=16, pattern_text="32/1", dtype="float32")
     tuning = tune(job, 0, implementation="interpret_gpu", sizes=((16, 16), (128, 32), (32, 64)))
-    assert tuning.block_sizes == rj.BlockSizes(128, 32, 16, 16)  # forward and backward each for itself
+    assert tuning.block_sizes == rj.BlockSizes(128, 32, 16, 16)  # forward and backward are tuned independently
     assert [t.error for t in tuning.trials if t.seconds is None] == ["does not fit"]
     assert "128 x 32" in str(tuning)
 
@@ -250,19 +250,19 @@ def test_block_sizes_of_kernels_are_measured():
     assert np.asarray(out) == pytest.approx(np.ones_like(q), abs=1e-6)
 
 
-def test_a_tuning_survives_a_file(tmp_path):
+def test_tuning_round_trips_through_a_file(tmp_path):
     sizes = rj.BlockSizes(128, 64)
     tuning = Tuning("TPU", 8, "zigzag", "ring", sizes, "x", (Trial("zigzag", "ring", sizes, True, None, "no"),))
     tuning.save(tmp_path / "t.json")
     assert load(tmp_path / "t.json") == tuning
     (tmp_path / "t.json").write_text('{"version": 99}')
-    with pytest.raises(ValueError, match="`path` must name a file that this version of `ringjax tune` wrote"):
+    with pytest.raises(ValueError, match="`path` must be a file written by this version of `ringjax tune`"):
         load(tmp_path / "t.json")
     with pytest.raises(FileNotFoundError):
         load(tmp_path / "none.json")
 
 
-def test_arrays_on_devices_are_those_of_the_layout():
+def test_arrays_are_sharded_in_the_layout_of_the_ring():
     ring = rj.Ring(ring_mesh(4), layout="zigzag")
     (query, *_) = running.random_arrays(16, 2, 8)
     stored = running.on_devices(query, np.float32, ring)

@@ -1,4 +1,4 @@
-"""Bad command lines end with one line on standard error that names the option and the value, and do nothing."""
+"""Invalid command lines print one line on standard error that names the option and the value, and have no effect."""
 
 import logging
 import os
@@ -12,11 +12,11 @@ import pytest
 from ringjax.cli.main import main
 
 LONG = "9" * 5000
-NOT_UTF8 = "\udcff"  # how Python passes on the byte 0xff
+NOT_UTF8 = "\udcff"  # how Python represents the byte 0xff
 
 
 class Bad(NamedTuple):
-    """A command line, and what its error names: the option, and the value (the last word of the line by default)."""
+    """A command line with the option and the value named in its error (by default the last word of the line)."""
 
     line: str
     option: str
@@ -116,8 +116,8 @@ CASES = [
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A folder to work in, with things that are no files for results; a case that hangs ends after ten seconds."""
-    jax.devices()  # JAX has started, so that no case changes the devices of other tests
+    """Provides a working directory with paths that are not valid output files; cases time out after ten seconds."""
+    jax.devices()  # initializes JAX, so that no case changes the devices of other tests
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("ringjax.cli.aot._PACKAGES", {"tpu": ("none",), "cuda": ("none",), "cpu": ("jaxlib",)})
     for suffix in (".png", ".json"):
@@ -132,13 +132,13 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: ascii(case.line)[1:61])
-def test_bad_command_line_is_one_line_that_names_option_and_value(case, folder, capsys, caplog):
+def test_invalid_command_line_error_names_option_and_value_on_one_line(case, folder, capsys, caplog):
     before = sorted((path.name, path.stat().st_size) for path in folder.iterdir())
     with jax.log_compiles(), caplog.at_level(logging.DEBUG, "jax"):
         code = main(case.words)
-    said = capsys.readouterr()
-    assert (code, said.out) == (2, "")
-    (line,) = said.err.splitlines()
+    captured = capsys.readouterr()
+    assert (code, captured.out) == (2, "")
+    (line,) = captured.err.splitlines()
     assert line.startswith("ringjax")
     assert case.option in line
     assert case.shown in line
@@ -148,6 +148,6 @@ def test_bad_command_line_is_one_line_that_names_option_and_value(case, folder, 
     assert not [record for record in caplog.records if "Compiling" in record.message]
 
 
-def test_table_of_bad_command_lines_is_long_and_covers_every_command():
+def test_invalid_command_lines_cover_every_command():
     assert len(CASES) >= 80
     assert {"plan", "draw", "doctor", "tune", "aot"} <= {case.words[0] for case in CASES if case.words}

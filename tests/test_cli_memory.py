@@ -1,4 +1,4 @@
-"""The memory that the plan predicts, beside that of programs: compiled here, and as other compilers reported it."""
+"""Memory predictions of the plan, compared with compiled programs and with recorded compiler reports."""
 
 import pytest
 from cases import ring_mesh
@@ -12,7 +12,7 @@ from ringjax.cli.arguments import Job
 
 THREE = "2K/1,16K/4,T/16"
 MIB = 2**20
-# MiB of a device as benchmarks/plan_accuracy.py saw them: jax 0.10.2, libtpu 0.0.42.1, jax-cuda12-plugin 0.10.2.
+# MiB per device as reported by benchmarks/plan_accuracy.py: jax 0.10.2, libtpu 0.0.42.1, jax-cuda12-plugin 0.10.2.
 REPORTED = {
     "h100, three branches, forward": 1554,
     "h100, three branches, gradient": 4102,
@@ -76,18 +76,18 @@ def memory(job: Job, platform: str, part: str) -> int:
 
 
 @pytest.mark.parametrize("name", REPORTED)
-def test_prediction_is_near_what_compilers_reported(name):
+def test_prediction_is_close_to_recorded_compiler_reports(name):
     case, part = PROGRAMS[name]
     job = on_target(case.job, target_named(case.target))
     assert memory(job, case.target.split(":")[0], part) == pytest.approx(REPORTED[name] * MIB, rel=0.15)
 
 
-def test_every_program_has_its_figure():
+def test_every_program_has_a_recorded_figure():
     assert set(PROGRAMS) == set(REPORTED)
 
 
 @pytest.mark.parametrize("part", ["forward", pytest.param("gradient", marks=pytest.mark.slow)])
-def test_prediction_is_near_what_is_compiled_here(part):
+def test_prediction_is_close_to_a_program_compiled_for_cpu(part):
     job = Job(65536, num_heads=8, head_dim=64, pattern_text=THREE, ring_size=8, is_causal=True, layout="zigzag")
     job = Job(**{**vars(job), "dtype": "float32", "strategy": "ring"})
     analysis = lowered(ring_mesh(8), job.workload, part == "gradient").compile().memory_analysis()
@@ -95,14 +95,14 @@ def test_prediction_is_near_what_is_compiled_here(part):
     assert memory(job, "cpu", part) == pytest.approx(sum(sizes), rel=0.15)
 
 
-def test_where_no_kernel_applies_memory_is_that_of_plain_xla():
+def test_memory_without_a_kernel_equals_plain_xla():
     odd = rj.plan(rj.DilationPattern((2048,), (1,)), seq_len=65536, num_heads=8, head_dim=8, ring_size=8)
     assert odd.memory("tpu") == odd.memory("cuda") == odd.memory("cpu")
     even = rj.plan(rj.DilationPattern((2048,), (1,)), seq_len=65536, num_heads=8, head_dim=128, ring_size=8)
     assert even.memory("tpu") > even.memory("cuda")
 
 
-def test_gathering_takes_more_memory_than_hops():
+def test_all_gather_takes_more_memory_than_the_ring():
     shape = {"seq_len": 65536, "num_heads": 8, "head_dim": 128, "ring_size": 8, "dtype": "bfloat16"}
     for platform in ("cpu", "tpu", "cuda"):
         ring, gather = (
@@ -113,13 +113,13 @@ def test_gathering_takes_more_memory_than_hops():
         assert gather.gradient > ring.gradient, platform
 
 
-def test_an_unknown_platform_is_an_error():
+def test_unknown_platform_raises():
     plan = rj.plan(rj.DilationPattern((64,), (1,)), seq_len=64, num_heads=1, head_dim=8, ring_size=1)
     with pytest.raises(ValueError, match="`platform` must be one of"):
         plan.memory("abacus")
 
 
-def test_temporaries_on_tpu_are_what_is_allocated_in_the_memory_of_the_device(tmp_path):
+def test_tpu_temporaries_are_the_allocations_in_device_memory(tmp_path):
     assert allocated_temporaries(tmp_path) is None
     text = """BufferAssignment:
 allocation 0: size 4096, thread-local:

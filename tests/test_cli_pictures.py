@@ -1,4 +1,4 @@
-"""`ringjax draw`: the numbers behind the pictures, the files, and the pictures in text."""
+"""`ringjax draw`: the data behind the pictures, image files, and text output."""
 
 import json
 
@@ -14,7 +14,7 @@ from ringjax.cli.pictures import coverage_of, mask_of, pairs_between, schedule_o
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("rule", ["mod", "block", "split"])
-def test_mask_is_that_of_the_definition(rule, is_causal):
+def test_mask_matches_the_definition(rule, is_causal):
     case = Case(length=48, batch=1, kv_heads=4, segment_lengths=(7, 16, 48), dilation_rates=(1, 3, 5), rule=rule)
     case = case._replace(is_causal=is_causal)
     options = {"heads": "split"} if rule == "split" else {"offsets": rule}
@@ -22,7 +22,7 @@ def test_mask_is_that_of_the_definition(rule, is_causal):
     assert ((mask_of(job, 4) > 0) == (count_matrix(case)[0] > 0)).all()
 
 
-def test_mask_names_the_first_branch_and_shares_heads():
+def test_mask_contains_the_first_branch_and_query_heads_share_kv_heads():
     job = Job(8, num_heads=4, num_kv_heads=2, pattern_text="2/1,8/2", is_causal=True)
     mask = mask_of(job, 4)
     assert (mask[0] == mask[1]).all()
@@ -33,7 +33,7 @@ def test_mask_names_the_first_branch_and_shares_heads():
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(("text", "length"), [("16/1,64/4", 64), ("24/1,60/7", 64), ("5/2,33/3", 48)])
-def test_work_of_the_ring_adds_up_to_the_flops_of_the_plan(text, length, layout):
+def test_ring_work_sums_to_the_flops_of_the_plan(text, length, layout):
     job = Job(length, num_heads=4, num_kv_heads=2, head_dim=8, pattern_text=text, ring_size=4, layout=layout)
     for is_causal in (False, True):
         plan = Job(**{**vars(job), "is_causal": is_causal}).plan()
@@ -41,7 +41,7 @@ def test_work_of_the_ring_adds_up_to_the_flops_of_the_plan(text, length, layout)
             assert (4 * 8 * pairs_between(branch).sum(axis=1)).tolist() == list(branch.flops)
 
 
-def test_every_device_meets_every_other_of_its_group_once():
+def test_every_device_attends_to_every_device_of_its_ring_once():
     job = Job(256, num_heads=2, pattern_text="32/1,64/2,T/4", ring_size=8, is_causal=True, layout="contiguous")
     plan = job.plan()
     local, pairs, whole = (schedule_of(branch) for branch in plan.branches)
@@ -49,12 +49,12 @@ def test_every_device_meets_every_other_of_its_group_once():
     assert all(sorted(row) == list(range(8)) for row in whole.source.tolist())
     assert whole.source[3].tolist() == [3, 2, 1, 0, 7, 6, 5, 4]
     assert (whole.work.sum(axis=1) == pairs_between(plan.branches[2]).sum(axis=1)).all()
-    assert (whole.work[0, 1:] == 0).all()  # the first device sees nothing of others
+    assert (whole.work[0, 1:] == 0).all()  # the first device attends only to its local keys
     even = schedule_of(Job(**{**vars(job), "layout": "zigzag"}).plan().branches[2]).work
     assert np.ptp(even[:, 1:]) == 0
 
 
-def test_coverage_counts_branches():
+def test_coverage_counts_the_branches_per_position():
     table, reach = coverage_of(Job(64, num_heads=4, pattern_text="8/2,T/4"), 64)
     assert table.shape == (4, 64)
     assert table[1, :8].tolist() == [0, 2, 0, 1, 0, 2, 0, 1]
@@ -62,7 +62,7 @@ def test_coverage_counts_branches():
 
 
 @pytest.mark.parametrize(("what", "suffix"), [("mask", ".png"), ("coverage", ".svg"), ("ring", ".png")])
-def test_pictures_are_files(what, suffix, tmp_path, capsys):
+def test_pictures_are_saved_to_files(what, suffix, tmp_path, capsys):
     path = tmp_path / f"picture{suffix}"
     assert main(["draw", what, "--causal", "-o", str(path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == {"command": "draw", "what": what, "file": str(path)}
@@ -71,7 +71,7 @@ def test_pictures_are_files(what, suffix, tmp_path, capsys):
     assert path.stat().st_size > 10_000
 
 
-def test_pictures_in_text(capsys):
+def test_pictures_are_printed_as_text(capsys):
     assert main(["draw", "mask", "--seq-len", "8", "--pattern", "2/1,T/4", "--heads", "1", "--causal", "--ascii"]) == 0
     assert capsys.readouterr().out.splitlines()[1:] == [
         "1 . . . . . . .",
@@ -86,11 +86,11 @@ def test_pictures_in_text(capsys):
     job = Job(64, num_heads=4, pattern_text="8/1,T/4", ring_size=4, is_causal=True, layout="contiguous")
     ring = in_text("ring", job)
     assert "     2:   2▓   1█   0█   3 \n     3:   3▓   2█   1█   0█" in ring
-    assert "nothing travels" in ring
+    assert "no communication" in ring
     assert "100.0% of (position, head) pairs covered; reach 60 of 64 positions" in in_text("coverage", job)
 
 
-def test_without_matplotlib_the_remedy_is_said(monkeypatch, tmp_path):
+def test_missing_matplotlib_error_names_the_extra_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install '.\[plot\]' in a clone of ringjax, or use --ascii"):
         draw("mask", Job(8, num_heads=1, pattern_text="8/1"), tmp_path / "mask.png")

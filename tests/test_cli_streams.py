@@ -1,4 +1,4 @@
-"""Commands whose output goes nowhere, whose terminal is poor or whose user is impatient; files that are no tunings."""
+"""Closed and limited output streams, interrupts, machine errors, and invalid tuning files."""
 
 import dataclasses
 import errno
@@ -23,25 +23,25 @@ PLAN = ["plan", "--seq-len", "64K", "--heads", "2", "--pattern", "2K/1,T/16", "-
 
 
 @pytest.mark.parametrize("words", [PLAN, [*PLAN, "--json"], ["--help"], ["plan", "--help"], ["--version"]])
-def test_gone_reader_ends_a_command_quietly(words, monkeypatch, capfd):
+def test_closed_pipe_ends_a_command_without_a_message(words, monkeypatch, capfd):
     reading, writing = os.pipe()
     os.close(reading)
-    with open(writing, "w", encoding="utf-8") as stdout:  # a pipe that nobody reads
+    with open(writing, "w", encoding="utf-8") as stdout:  # a pipe without a reader
         monkeypatch.setattr(sys, "stdout", stdout)
         assert main(words) == 141
-        stdout.flush()  # what Python does at the end, and reports if it fails
+        stdout.flush()  # as Python does at exit, where it reports errors
     assert capfd.readouterr().err == ""
 
 
 @pytest.mark.slow
-def test_gone_reader_ends_a_process_quietly():
+def test_closed_pipe_ends_a_process_without_a_message():
     line = f"{sys.executable} -m ringjax plan | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=True)
     assert (done.stdout, done.stderr) == ("141\n", "")
 
 
 @pytest.mark.parametrize("words", [PLAN, ["--help"]])
-def test_full_disk_behind_standard_output_is_one_line(words, monkeypatch, capfd):
+def test_full_disk_is_a_one_line_error(words, monkeypatch, capfd):
     with open("/dev/full", "w", encoding="utf-8") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         assert main(words) == 2
@@ -49,14 +49,14 @@ def test_full_disk_behind_standard_output_is_one_line(words, monkeypatch, capfd)
     assert f"error: standard output cannot be written: {os.strerror(errno.ENOSPC)}" in line
 
 
-def test_closed_standard_output_is_one_line(monkeypatch, capsys):
+def test_closed_standard_output_is_a_one_line_error(monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdout", None)
     assert main(["tune"]) == 2
     assert capsys.readouterr().err == "ringjax tune: error: standard output is closed (see ringjax tune --help)\n"
 
 
 @pytest.mark.parametrize("words", [["plan", "--ring", "0"], ["plan", "--kv-heads", "3"]])
-def test_closed_standard_error_keeps_errors_out_of_the_output(words, monkeypatch, capsys):
+def test_errors_are_not_printed_to_standard_output(words, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stderr", None)
     assert main(words) == 2
     assert capsys.readouterr().out == ""
@@ -72,7 +72,7 @@ def test_closed_standard_error_keeps_errors_out_of_the_output(words, monkeypatch
     ],
 )
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
-def test_poor_locale_gets_plain_text(words, encoding, monkeypatch):
+def test_output_is_ascii_in_a_limited_locale(words, encoding, monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding))
     assert main(words) == 0
@@ -81,7 +81,7 @@ def test_poor_locale_gets_plain_text(words, encoding, monkeypatch):
     assert len(text.splitlines()) > 5
 
 
-def test_name_that_is_not_utf8_is_written_and_shown(tmp_path, monkeypatch, capsys):
+def test_non_utf8_file_name_is_written_and_escaped(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("ringjax.cli.tune.tune", lambda *_: Tuning("cpu", 1, "contiguous", "auto", None))
     path = f"{tmp_path}/tuning-\udcff.json"
     assert main(["tune", "-o", path]) == 0
@@ -90,13 +90,13 @@ def test_name_that_is_not_utf8_is_written_and_shown(tmp_path, monkeypatch, capsy
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_fits_into_one_column(name, monkeypatch, capsys):
+def test_help_works_in_one_column(name, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "1")
     assert main([name, "--help"]) == 0
     assert "--json" in capsys.readouterr().out
 
 
-def test_plan_is_the_same_in_one_column(monkeypatch, capsys):
+def test_plan_output_is_independent_of_the_terminal_width(monkeypatch, capsys):
     assert main(PLAN) == 0
     wide = capsys.readouterr().out
     monkeypatch.setenv("COLUMNS", "1")
@@ -104,7 +104,7 @@ def test_plan_is_the_same_in_one_column(monkeypatch, capsys):
     assert capsys.readouterr().out == wide
 
 
-def test_interrupted_command_is_one_line(monkeypatch, capsys):
+def test_interrupt_is_a_one_line_message(monkeypatch, capsys):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -116,11 +116,11 @@ def test_interrupted_command_is_one_line(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("error", "text"),
     [
-        (MemoryError(), "there is not enough memory: choose a smaller --seq-len"),
+        (MemoryError(), "out of memory: choose a smaller --seq-len"),
         (command.jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED:\nout of memory"), "RESOURCE_EXHAUSTED: out of memory"),
     ],
 )
-def test_errors_of_the_machine_are_one_line(error, text, monkeypatch, capsys):
+def test_machine_errors_are_one_line(error, text, monkeypatch, capsys):
     def failing(*_):
         raise error
 
@@ -130,14 +130,14 @@ def test_errors_of_the_machine_are_one_line(error, text, monkeypatch, capsys):
     assert text in line
 
 
-def test_devices_that_do_not_start_are_one_line(monkeypatch, capsys):
+def test_device_initialization_error_is_one_line(monkeypatch, capsys):
     def failing():
         raise RuntimeError("Unable to initialize backend 'tpu'")
 
     monkeypatch.setattr("ringjax.cli.doctor.jax.devices", failing)
     assert main(["doctor"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "error: JAX cannot start its devices: Unable to initialize backend 'tpu'" in line
+    assert "error: JAX cannot initialize its devices: Unable to initialize backend 'tpu'" in line
 
 
 GOOD = Tuning("cpu", 2, "zigzag", "ring", None, "x", (Trial("zigzag", "ring", None, True, 1.5),)).to_dict()
@@ -176,7 +176,7 @@ GOOD = Tuning("cpu", 2, "zigzag", "ring", None, "x", (Trial("zigzag", "ring", No
         {name: value for name, value in GOOD.items() if name != "layout"},
     ],
 )
-def test_file_that_is_no_tuning_is_refused(content, tmp_path):
+def test_invalid_tuning_file_raises(content, tmp_path):
     path = tmp_path / "tuning.json"
     data = (
         content
@@ -185,18 +185,18 @@ def test_file_that_is_no_tuning_is_refused(content, tmp_path):
     )
     path.write_bytes(data)
     with pytest.raises(
-        ValueError, match=r"`path` must name a file that this version of `ringjax tune` wrote, got '.*json'"
+        ValueError, match=r"`path` must be a file written by this version of `ringjax tune`, got '.*json'"
     ):
         load(path)
 
 
-def test_tuning_of_this_version_is_read(tmp_path):
+def test_tuning_file_of_this_version_is_loaded(tmp_path):
     path = tmp_path / "tuning.json"
     path.write_text(json.dumps(GOOD))
     assert load(path).trials[0].seconds == 1.5
 
 
-def test_failed_write_keeps_the_older_file(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_existing_file(tmp_path, monkeypatch):
     path = tmp_path / "tuning.json"
     path.write_text("older")
 
@@ -209,7 +209,7 @@ def test_failed_write_keeps_the_older_file(tmp_path, monkeypatch):
     assert [(p.name, p.read_text()) for p in tmp_path.iterdir()] == [("tuning.json", "older")]
 
 
-def test_written_file_replaces_what_a_link_points_to(tmp_path):
+def test_write_replaces_the_target_of_a_symbolic_link(tmp_path):
     (tmp_path / "real.json").write_text("older")
     (tmp_path / "link.json").symlink_to("real.json")
     check_output(tmp_path / "link.json")
@@ -218,7 +218,7 @@ def test_written_file_replaces_what_a_link_points_to(tmp_path):
     assert (tmp_path / "real.json").read_text() == "newer"
 
 
-def test_devices_are_written_to_and_stay_devices():
+def test_output_to_a_character_device_keeps_the_device():
     check_output(pathlib.Path("/dev/null"))
     write_output(pathlib.Path("/dev/null"), b"data")
     assert pathlib.Path("/dev/null").is_char_device()
@@ -230,14 +230,14 @@ def test_counts_are_exact():
     assert parse_count("1_048_576") == 2**20
 
 
-def test_many_branches_have_a_sign_each():
+def test_every_branch_has_a_distinct_symbol_in_text():
     job = Job(12, num_heads=1, pattern_text=",".join(f"{w}/1" for w in range(1, 13)))
     legend, *_, last = in_text("mask", job).splitlines()
     assert "9: 9/1, a: 10/1, b: 11/1, c: 12/1" in legend
     assert last == "c c c c c c 6 6 4 3 2 1"
 
 
-def test_longest_sequence_is_one_that_can_be_planned():
+def test_longest_sequence_can_be_planned():
     job = Job(65536, num_heads=1, head_dim=1, pattern_text="T/1", ring_size=8, memory=10**18)
     longest = longest_that_fits(job)
     assert 0.99 * 2**31 < longest < 2**31

@@ -326,7 +326,7 @@ def test_unsupported_arguments_of_stock_layers_raise():
         ({"num_kv_heads": 3}, "`num_heads` must be a multiple of `num_kv_heads`, got 4 and 3"),
         (
             {"num_heads": 5},
-            "`in_features` must be a multiple of `num_heads` where `head_dim` is not given, got 32 and 5",
+            "`in_features` must be a multiple of `num_heads` if `head_dim` is not given, got 32 and 5",
         ),
         ({"positions": "sine"}, r"`positions` must be None or one of \('rotary', 'xpos'\), got 'sine'"),
         ({"positions": "rotary", "head_dim": 5}, "`head_dim` must be even for `positions='rotary'`, got 5"),

@@ -36,7 +36,7 @@ def test_they_run_unless_told_otherwise(monkeypatch):
 
 
 def test_what_they_do_not_have():
-    with pytest.raises(NotImplementedError, match="`dropout_rate` above 0, which the kernels do not have"):
+    with pytest.raises(NotImplementedError, match="`dropout_rate` above 0, as the kernels do not support dropout"):
         program(implementation="native", dropout_rate=0.1, dropout_rng=jax.random.key(0))
     with pytest.raises(ValueError, match="`block_sizes` must be None with `implementation='native'`"):
         program(implementation="native", block_sizes=rj.BlockSizes(128, 128))

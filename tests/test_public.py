@@ -4,6 +4,7 @@ import doctest
 import inspect
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -18,6 +19,11 @@ def test_public_symbols_are_documented_with_an_example(name):
     if inspect.isclass(symbol) and issubclass(symbol, tuple):
         return  # a result: shown where it is returned
     assert doctest.DocTestParser().get_examples(text), f"{name} has no example"
+
+
+@pytest.mark.parametrize("name", [name for name in rj.__all__ if inspect.isfunction(getattr(rj, name))])
+def test_annotations_of_public_functions_resolve(name):
+    assert "return" in typing.get_type_hints(getattr(rj, name))
 
 
 def test_importing_and_planning_start_no_backend_and_write_no_environment():

@@ -63,7 +63,7 @@ def test_not_a_ring():
 
 
 def test_no_ambient_mesh():
-    with says("`mesh` must be given where no mesh is set by `jax.set_mesh`, got None."):
+    with says("`mesh` must be given if no mesh is set by `jax.set_mesh`, got None."):
         call(rj.Ring())
 
 
@@ -80,7 +80,7 @@ BAD_CALLS = {
         {"layout": "contiguous"},
         {"q": Q[:, :15], "k": Q[:, :15], "v": Q[:, :15]},
         "`query` length must be a multiple of 2 for layout 'contiguous' on a ring of 2, got 15: pad with `to_layout` "
-        "and say `seq_len=15`.",
+        "and pass `seq_len=15`.",
     ),
     "zigzag length": (
         {"layout": "zigzag"},
@@ -117,7 +117,7 @@ def test_bad_call(name):
 
 def test_grouped_heads_over_devices():
     split = rj.DilationPattern((4, 16), (1, 2), heads="split")
-    with says('`heads="split"` cannot run with heads sharded over a mesh axis.', NotImplementedError):
+    with says('`heads="split"` does not support heads sharded over a mesh axis.', NotImplementedError):
         call(rj.Ring(ring_mesh(2, 2, 2, names=ALL), head_axis="tensor"), pattern=split)
 
 

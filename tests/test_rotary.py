@@ -49,9 +49,11 @@ def test_xpos_beyond_the_range_of_its_dtype_raises():
     q = np.zeros((1, 16, 2, 4), np.float32)
     with pytest.raises(ValueError, match=r"`length` must be at most 65536 for xPos, .*got 65537"):
         xpos(q, q, np.arange(16), length=65_537)
-    with pytest.raises(ValueError, match="`positions` must be from 0 to 15 for xPos, got 1 to 16: say the `length`"):
+    with pytest.raises(ValueError, match="`positions` must be from 0 to 15 for xPos, got 1 to 16: increase `length`"):
         xpos(q, q, np.arange(16) + 1, length=16)
     with pytest.raises(ValueError, match="`query` must have the range of float32 for xPos, got float16"):
         xpos(q.astype(np.float16), q.astype(np.float16), np.arange(16), length=16)
-    with pytest.raises(ValueError, match=r"rotary positions take arrays .* got shape \(1, 16, 2, 3\)"):
+    with pytest.raises(
+        ValueError, match=r"\(batch, length, heads, even dim\) for rotary positions, got shape \(1, 16, 2, 3\)"
+    ):
         rotary(q[..., :3], np.arange(16))

@@ -20,11 +20,11 @@ from cases import (
 
 import ringjax as rj
 from ringjax._src import online_softmax as softmax
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 
 
 def partial(values, weights):
-    return Partial(jnp.asarray(values, jnp.float32)[:, None], jnp.log(jnp.asarray(weights, jnp.float32)))
+    return PartialSoftmax(jnp.asarray(values, jnp.float32)[:, None], jnp.log(jnp.asarray(weights, jnp.float32)))
 
 
 def test_merging_equal_outputs_changes_nothing():
@@ -122,7 +122,7 @@ def test_nan_is_not_an_empty_row():
     @functools.partial(jax.jit, compiler_options=QUICK)
     def states(acc, peak, total):
         part = softmax.finish(softmax.Running(acc, peak, total))
-        other = Partial(jnp.ones_like(acc), jnp.zeros_like(total))
+        other = PartialSoftmax(jnp.ones_like(acc), jnp.zeros_like(total))
         return part, softmax.finish(softmax.resume(part)), softmax.merge(part, other), softmax.for_backward(part.lse)
 
     given = [[1.0], [0.0]], [np.nan, -np.inf], [np.nan, 0.0]

@@ -1,7 +1,4 @@
-"""Dilated attention, the verb: on one device, on a ring of them, and inside a user's own `shard_map`.
-
-Legend: ``B`` batch, ``T`` length, ``N`` query heads, ``K`` key/value heads, ``H`` head dim.
-"""
+"""Public entry points: dilated attention on one device, on a ring, and inside a user's `shard_map`."""
 
 from __future__ import annotations
 
@@ -13,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Float, Int
 
 from ringjax._src import debug, dropout
 from ringjax._src import vjp as joint
@@ -28,13 +26,13 @@ from ringjax._src.vma import match_vma
 
 
 def dilated_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
     pattern: DilationPattern,
     *,
     is_causal: bool = False,
-    segment_ids: Array | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     seq_len: int | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
@@ -42,45 +40,54 @@ def dilated_attention(
     ring: Ring | None = None,
     implementation: Implementation | None = None,
     block_sizes: BlockSizes | None = None,
-) -> Array:
-    """Dilated self-attention, exact and linear in the length for patterns of constant work per token.
+) -> Float[Array, "B T N H"]:
+    """Computes exact dilated self-attention on one device or on a ring.
 
-    Each query sees, in every branch of the pattern that selects its position, the selected keys of its own
-    segment; all these keys enter one softmax, and a key seen in two branches counts twice. A (position, head)
-    that no branch selects gives 0. Reverse-mode differentiable; forward mode (`jax.jvp`) is not defined. Under
-    `jax.checkpoint`, the names "ringjax_out" and "ringjax_lse" tell a policy what to keep to save the recomputation.
+    In every branch of the pattern that selects its position, a query attends to the selected keys of its segment.
+    The keys of all branches share one softmax, so a key selected by two branches counts twice. The output is 0 for a
+    (position, head) pair that no branch selects. Time and memory are linear in T for patterns with constant work per
+    token, such as `DilationPattern.geometric`.
+
+    Supports reverse-mode differentiation, but not forward mode (`jax.jvp`). To avoid recomputing attention under
+    `jax.checkpoint`, use a policy that saves the names ``"ringjax_out"`` and ``"ringjax_lse"``.
 
     Args:
-        query: Queries (B, T, N, H).
-        key: Keys (B, T, K, H), N a multiple of K: query head ``n`` uses key/value head ``n // (N // K)``.
-        value: Values, the shape of `key`.
-        pattern: The branches.
-        is_causal: Whether a query sees only keys at its own position and before.
-        segment_ids: Integers (B, T): a query sees only keys with its own id; ids below 0 are padding, which sees
-            nothing, is seen by nobody and gives 0. Rows are selected by position in the sequence, so a packed document
-            equals the same document alone only if it starts at a multiple of every segment length.
-        seq_len: True length, at most T: later rows are padding as above, and segments are clamped to it.
-        scale: Factor on the scores, ``1 / sqrt(H)`` by default.
-        dropout_rate: Share of the attention weights that is dropped, below 1; the others are divided by what is left.
-            Which ones is a function of `dropout_rng`, batch entry, head, query, key and branch: the same on any ring
-            and in any layout. In plain XLA only.
-        dropout_rng: A key of `jax.random`, where `dropout_rate` is above 0.
-        ring: The devices that share the sequence, or None for one device. All arrays are then in the ring's layout
-            (`to_layout`), and stay sharded over it.
-        implementation: None for the kernels of the platform on which the program runs where they apply, and plain XLA
-            elsewhere (see `plan`); ``"xla"``, ``"pallas"`` (TPU and GPU) or ``"native"`` (CPU, compiled at first use)
-            to insist; ``"interpret_tpu"`` and ``"interpret_gpu"`` interpret the Pallas kernels on any platform, slowly,
-            to check them. The kernels on CPU cannot be exported: `jax.export` for CPU takes ``"xla"``. (To export for
-            CUDA where there is no GPU, JAX wants an abstract device in the mesh, and
+        query: Queries. The number of query heads N must be a multiple of K.
+        key: Keys. Query head ``n`` uses key/value head ``n // (N // K)``.
+        value: Values.
+        pattern: Segment lengths and dilation rates of the branches.
+        is_causal: Whether a query attends only to keys at its own and earlier positions.
+        segment_ids: Document ids: a query attends only to keys with its own id. Negative ids mark padding, which
+            attends to nothing, is never attended to, and has output 0. Rows are selected by their position in the
+            sequence, so a packed document gives the same result as the document alone only if it starts at a multiple
+            of every segment length.
+        seq_len: Length of the sequence without padding, at most T. Rows from `seq_len` on are padding as above, and
+            segments are clamped to `seq_len`.
+        scale: Factor applied to the scores; ``1 / sqrt(H)`` by default.
+        dropout_rate: Probability of dropping an attention weight, in [0, 1). The remaining weights are divided by
+            ``1 - dropout_rate``. The mask depends only on `dropout_rng`, batch entry, head, query, key and branch, so
+            it is the same on every ring and in every layout. Dropout always runs in plain XLA.
+        dropout_rng: A `jax.random` key; required if `dropout_rate` is above 0.
+        ring: The devices that share the sequence, or None for a single device. With a ring, all arrays are in the
+            ring's layout (see `to_layout`) and stay sharded over it.
+        implementation: None selects the kernels of the platform that the program runs on where they apply, and plain
+            XLA elsewhere (see `plan`). ``"xla"``, ``"pallas"`` (TPU and GPU) and ``"native"`` (CPU, compiled on first
+            use) force one implementation. ``"interpret_tpu"`` and ``"interpret_gpu"`` interpret the Pallas kernels on
+            any platform, slowly, for testing. The CPU kernels cannot be exported, so `jax.export` for CPU requires
+            ``"xla"``. (Exporting for CUDA on a machine without a GPU requires an abstract device in the mesh and
             `DisabledSafetyCheck.custom_call("__gpu$xla.gpu.triton")`.)
-        block_sizes: Rows per block of the Pallas kernels, or None for our choice.
+        block_sizes: Rows per block of the Pallas kernels, or None for the defaults.
 
     Returns:
-        The attention (B, T, N, H) in the dtype of `query`; sums are taken in at least float32.
+        The attention output in the dtype of `query`, accumulated in at least float32.
 
     Raises:
-        ValueError: If an argument is not as described.
-        NotImplementedError: If `implementation` cannot do this case.
+        ValueError: If the arrays differ in dtype, `key` and `value` differ in shape, `query` differs from them in
+            batch, length or head dimension, or N is not a multiple of K; if `seq_len` exceeds T; if an option is out
+            of range; if `dropout_rng` is missing; or if the arrays do not fit the ring (length, batch or heads do not
+            divide evenly, wrong devices or sharding, `memory_budget` too small).
+        NotImplementedError: If `implementation` does not support the dtype, sizes, platform or dropout, or if a
+            pattern with ``heads="split"`` runs with heads sharded over a mesh axis.
 
     Example:
         >>> import jax, ringjax as rj
@@ -95,40 +102,40 @@ def dilated_attention(
         check_positions(shape.batch, shape.length)
     else:
         check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
-    words = _dropout_words(dropout_rate, dropout_rng)
+    key_bits = _dropout_key_bits(dropout_rate, dropout_rng)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
     debug.report_nan(query=query, key=key, value=value)
     if ring is None:
-        out = _on_one_device(config, shape, query, key, value, ids, words)
+        out = _on_one_device(config, shape, query, key, value, ids, key_bits)
     else:
-        out = _sharded_attention(ring, config, shape, query, key, value, ids, words)
+        out = _sharded_attention(ring, config, shape, query, key, value, ids, key_bits)
     debug.report_nan(output=out)
     return out
 
 
 def count_tiles(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
     pattern: DilationPattern,
     *,
     ring: Ring,
     is_causal: bool = False,
-    segment_ids: Array | None = None,
+    segment_ids: Int[Array, "B T"] | None = None,
     seq_len: int | None = None,
-) -> Array:
-    """Runs the forward pass of `dilated_attention` and counts the work of each device while it runs.
+) -> Int[Array, "batch_shards ring_size head_shards"]:
+    """Runs the forward pass of `dilated_attention` and counts the score tiles that each device computes.
 
     Args:
-        query, key, value, pattern, ring, is_causal, segment_ids, seq_len: As for `dilated_attention`.
+        query, key, value, pattern, ring, is_causal, segment_ids, seq_len: See `dilated_attention`.
 
     Returns:
-        Tiles of scores that each device computed, integers (batch shards, ring size, head shards). A tile has a fixed
-        number of rows and keys within a branch; compare devices with each other, not patterns.
+        The number of tiles computed by each device. The tile size is fixed within a branch but differs between
+        patterns, so compare devices with each other and not patterns.
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If `ring` is not a `Ring`, or under the same conditions as `dilated_attention`.
 
     Example:
         >>> import jax, ringjax as rj
@@ -141,18 +148,18 @@ def count_tiles(
     check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
     place = ring.place()
 
-    def local(query: Array, key: Array, value: Array, ids: Array | None, words: None) -> Array:
+    def local(query: Array, key: Array, value: Array, ids: Array | None, key_bits: None) -> Array:
         config = Config(pattern, is_causal, shape.scale, Backend("xla"))
-        given = _prepared(config, place, shape, query, key, value, ids, words)
+        given = _prepared(config, place, shape, query, key, value, ids, key_bits)
         return joint.count_tiles(*given[:5]).reshape(1, 1, 1)
 
     return _sharded(ring, local, PartitionSpec(*ring.spec()[:3]), (query, key, value), segment_ids)
 
 
 def ring_dilated_attention(
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Float[Array, "B T_local N H"],
+    key: Float[Array, "B T_local K H"],
+    value: Float[Array, "B T_local K H"],
     pattern: DilationPattern,
     *,
     axis_name: AxisName = "ring",
@@ -160,7 +167,7 @@ def ring_dilated_attention(
     head_axis: AxisName | None = None,
     batch_axis: AxisName | None = None,
     is_causal: bool = False,
-    segment_ids: Array | None = None,
+    segment_ids: Int[Array, "B T_local"] | None = None,
     seq_len: int | None = None,
     scale: float | None = None,
     dropout_rate: float = 0.0,
@@ -169,31 +176,35 @@ def ring_dilated_attention(
     memory_budget: int | None = None,
     implementation: Implementation | None = None,
     block_sizes: BlockSizes | None = None,
-) -> Array:
-    """Dilated self-attention over a ring, for use inside your own `jax.shard_map`.
+) -> Float[Array, "B T_local N H"]:
+    """Computes dilated self-attention over a ring, for use inside your own `jax.shard_map`.
+
+    Each device passes its shard of the sequence, of length ``T_local = T / ring_size``.
 
     Args:
-        query: This device's queries (B, T / p, N, H).
-        key: This device's keys (B, T / p, K, H).
-        value: This device's values, the shape of `key`.
-        pattern: The branches.
-        axis_name: The mesh axis over which the sequence is sharded, or several, taken together.
+        query: Queries of this device.
+        key: Keys of this device.
+        value: Values of this device.
+        pattern: Segment lengths and dilation rates of the branches.
+        axis_name: The mesh axis, or tuple of axes, over which the sequence is sharded.
         layout: Order of the sequence over the devices, ``"contiguous"`` or ``"zigzag"``.
         head_axis: The mesh axis over which the heads are sharded, if any.
-        batch_axis: The mesh axis over which the batch is sharded, if any; only dropout has to know.
-        segment_ids: This device's integers (B, T / p).
-        seq_len: True length of the whole sequence.
-        is_causal, scale, implementation, block_sizes: As for `dilated_attention`; interpreted kernels need
+        batch_axis: The mesh axis over which the batch is sharded, if any. Only dropout uses it.
+        segment_ids: Document ids of this device's rows, see `dilated_attention`.
+        seq_len: Length of the whole sequence without padding.
+        is_causal, scale, implementation, block_sizes: See `dilated_attention`. Interpreted kernels require
             `check_vma=False`.
-        dropout_rate, dropout_rng: As for `dilated_attention`; the same key on all devices.
-        strategy, memory_budget: As for `Ring`.
+        dropout_rate, dropout_rng: See `dilated_attention`. All devices must pass the same key.
+        strategy, memory_budget: See `Ring`.
 
     Returns:
-        This device's attention (B, T / p, N, H).
+        The attention output of this device's queries.
 
     Raises:
-        ValueError: If an argument is not as described.
-        NotImplementedError: If `implementation` cannot do this case.
+        ValueError: If `axis_name`, `head_axis` or `batch_axis` is not an axis of the surrounding `shard_map`, if
+            two of them share an axis, if ``T_local`` is odd with the zigzag layout, or under the same conditions as
+            `dilated_attention`.
+        NotImplementedError: If `implementation` does not support the dtype, sizes, platform or dropout.
 
     Example:
         >>> import jax, ringjax as rj
@@ -211,7 +222,7 @@ def ring_dilated_attention(
     _axis_size("batch_axis", batch_axis)
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
     config = _config(pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
-    words = _dropout_words(dropout_rate, dropout_rng)
+    key_bits = _dropout_key_bits(dropout_rate, dropout_rng)
     check_positions(*query.shape[:2])
     layout = layout_for(layout, ring_size)
     chunks = layout_named(layout).chunks
@@ -220,7 +231,7 @@ def ring_dilated_attention(
             f"`query` length per device must be a multiple of {chunks} for layout {layout!r}, got {query.shape[1]}."
         )
     place = RingPlace(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards)
-    seeds = _seeds(words, query, batch_axis, head_axis)
+    seeds = _seeds(key_bits, query, batch_axis, head_axis)
     debug.report_nan(query=query, key=key, value=value)
     out = _on_ring(config, place, shape, query, key, value, segment_ids, seeds)
     debug.report_nan(output=out)
@@ -234,13 +245,13 @@ def _on_one_device(
     key: Array,
     value: Array,
     ids: Array | None,
-    words: Array | None,
+    key_bits: Array | None,
 ) -> Array:
-    """All arrays whole: padding at the end is left out of the work."""
+    """Computes attention on one device, skipping the padding at the end of the sequence."""
     query, key, value = (x[:, : shape.length] for x in (query, key, value))
     ids = None if ids is None else ids[:, : shape.length]
-    seeds = _grouped_seeds(_seeds(words, query, None, None), key)
-    out = joint.attention(config, _grouped(query, key), key, value, ids, seeds).reshape(query.shape)
+    seeds = _split_seeds(_seeds(key_bits, query, None, None), key)
+    out = joint.attention(config, _split_query_heads(query, key), key, value, ids, seeds).reshape(query.shape)
     padding = shape.stored_length - shape.length
     return jnp.pad(out, [(0, 0), (0, padding), (0, 0), (0, 0)]) if padding else out
 
@@ -253,24 +264,24 @@ def _sharded_attention(
     key: Array,
     value: Array,
     ids: Array | None,
-    words: Array | None,
+    key_bits: Array | None,
 ) -> Array:
-    """Whole arrays on the devices of a ring."""
+    """Computes attention of global arrays on the devices of a ring."""
     place = ring.place()
+    is_checked = not config.backend.is_interpreted  # interpreted kernels lose the varying axes of their operands
     if all(ring.size(name) == 1 for name in ("axis_name", "batch_axis", "head_axis")):
-        whole = jax.eval_shape(_grouped, query, key)
-        dataclasses.replace(config, ring=place).plan(whole, ids is not None)  # checks the memory budget
+        grouped = jax.eval_shape(_split_query_heads, query, key)
+        dataclasses.replace(config, ring=place).plan(grouped, ids is not None)  # checks the memory budget
         if not any(axis for x in (query, key, value) for axis in jax.typeof(x).sharding.spec):
-            return _on_one_device(config, shape, query, key, value, ids, words)
-        alone = functools.partial(_on_one_device, config, shape)  # explicit axes: shard_map takes them off the types
-        return _sharded(ring, alone, ring.spec(), (query, key, value), ids, words, not config.backend.is_interpreted)
+            return _on_one_device(config, shape, query, key, value, ids, key_bits)
+        local = functools.partial(_on_one_device, config, shape)  # shard_map removes explicit axes from the types
+        return _sharded(ring, local, ring.spec(), (query, key, value), ids, key_bits, is_checked)
 
-    def local(query: Array, key: Array, value: Array, ids: Array | None, words: Array | None) -> Array:
-        seeds = _seeds(words, query, ring.batch_axis, ring.head_axis)
+    def on_device(query: Array, key: Array, value: Array, ids: Array | None, key_bits: Array | None) -> Array:
+        seeds = _seeds(key_bits, query, ring.batch_axis, ring.head_axis)
         return _on_ring(config, place, shape, query, key, value, ids, seeds)
 
-    is_checked = not config.backend.is_interpreted  # interpreted kernels lose track of what varies
-    return _sharded(ring, local, ring.spec(), (query, key, value), ids, words, is_checked)
+    return _sharded(ring, on_device, ring.spec(), (query, key, value), ids, key_bits, is_checked)
 
 
 def _sharded(
@@ -279,14 +290,14 @@ def _sharded(
     out_spec: PartitionSpec,
     arrays: tuple[Array, Array, Array],
     ids: Array | None,
-    words: Array | None = None,
+    key_bits: Array | None = None,
     check_vma: bool = True,
 ) -> Array:
-    """`local` on each device's share of query, key, value and ids, and on the words of dropout."""
+    """Runs `local` on each device's shards of query, key, value and ids; the dropout key bits are replicated."""
     spec = ring.spec()
     specs = (spec, spec, spec, PartitionSpec(*spec[:2]), PartitionSpec())
     sharded = jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=out_spec, check_vma=check_vma)
-    return sharded(*arrays, ids, words)
+    return sharded(*arrays, ids, key_bits)
 
 
 def _on_ring(
@@ -299,7 +310,7 @@ def _on_ring(
     ids: Array | None,
     seeds: Array | None,
 ) -> Array:
-    """What each device does inside `shard_map`."""
+    """Computes the attention of one device inside `shard_map`."""
     return joint.attention(*_prepared(config, place, shape, query, key, value, ids, seeds)).reshape(query.shape)
 
 
@@ -313,11 +324,11 @@ def _prepared(
     ids: Array | None,
     seeds: Array | None,
 ) -> tuple[Config, Array, Array, Array, Array | None, Array | None]:
-    """A device's share as `joint` takes it; padding at the end of the sequence gets ids of its own."""
+    """Returns the arguments of `joint.attention` for one device, with padding marked by negative ids."""
     config = dataclasses.replace(config, ring=place)
     if ids is not None:
         if not jnp.can_cast(ids.dtype, jnp.int32):
-            raise ValueError(f"`segment_ids` must be of an integer dtype that fits int32 on a ring, got {ids.dtype}.")
+            raise ValueError(f"`segment_ids` must have an integer dtype that fits int32 on a ring, got {ids.dtype}.")
         ids = ids.astype(jnp.int32)
     if shape.length < shape.stored_length:
         config = dataclasses.replace(config, seq_len=shape.length)
@@ -325,32 +336,36 @@ def _prepared(
         inside = place.positions(query.shape[1]) < shape.length
         ids = jnp.where(inside[None, :], given, -1)
     (query, key, value, _), ids = match_vma((query, key, value, lax.axis_index(place.axis_name)), ids)
-    return config, _grouped(query, key), key, value, ids, _grouped_seeds(seeds, key)
+    return config, _split_query_heads(query, key), key, value, ids, _split_seeds(seeds, key)
 
 
-def _grouped(query: Array, key: Array) -> Array:
-    """Queries (B, T, N, H) as (B, T, K, G, H)."""
+def _split_query_heads(query: Array, key: Array) -> Array:
+    """Reshapes queries (B, T, N, H) to (B, T, K, G, H), with G query heads per key/value head."""
     batch, length, heads, dim = query.shape
     return query.reshape(batch, length, key.shape[2], heads // key.shape[2], dim)
 
 
-def _grouped_seeds(seeds: Array | None, key: Array) -> Array | None:
-    """Seeds (B, N) as (B, K, G)."""
+def _split_seeds(seeds: Array | None, key: Array) -> Array | None:
+    """Reshapes seeds (B, N) to (B, K, G)."""
     return None if seeds is None else seeds.reshape(seeds.shape[0], key.shape[2], -1)
 
 
-def _dropout_words(rate: float, rng: Array | None) -> Array | None:
-    """The two words to which the key of an active dropout comes down."""
-    return None if rng is None or rate == 0 else dropout.words_of(rng)
+def _dropout_key_bits(rate: float, rng: Array | None) -> Array | None:
+    """Returns the random bits of the dropout key, or None if dropout is inactive."""
+    return None if rng is None or rate == 0 else dropout.key_bits(rng)
 
 
-def _seeds(words: Array | None, query: Array, batch_axis: AxisName | None, head_axis: AxisName | None) -> Array | None:
-    """The seeds of the batch entries and heads that are here, where entries and heads are sharded over these axes."""
-    if words is None:
+def _seeds(
+    key_bits: Array | None, query: Array, batch_axis: AxisName | None, head_axis: AxisName | None
+) -> Array | None:
+    """Returns the seeds of this device's batch entries and heads, which are sharded over the given axes."""
+    if key_bits is None:
         return None
     batch, _, heads, _ = query.shape
-    nth = [0 if axis is None else lax.axis_index(axis) for axis in (batch_axis, head_axis)]
-    return dropout.seeds_of(words, batch, heads, nth[0] * batch, nth[1] * heads)
+    batch_index, head_index = (0 if axis is None else lax.axis_index(axis) for axis in (batch_axis, head_axis))
+    return dropout.seeds_of(
+        key_bits, batch=batch, heads=heads, first_entry=batch_index * batch, first_head=head_index * heads
+    )
 
 
 def _axis_size(name: str, value: AxisName | None) -> int:
@@ -374,12 +389,12 @@ def _config(
     if dropout_rate > 0:
         if implementation not in (None, "xla"):
             raise NotImplementedError(
-                f'`implementation` must be None or "xla" with `dropout_rate` above 0, which the kernels do not have, '
-                f"got {implementation!r}."
+                '`implementation` must be None or "xla" with `dropout_rate` above 0, as the kernels do not support '
+                f"dropout, got {implementation!r}."
             )
         if block_sizes is not None:
             raise ValueError(
-                "`block_sizes` must be None with `dropout_rate` above 0, which the kernels do not have, got "
+                "`block_sizes` must be None with `dropout_rate` above 0, as the kernels do not support dropout, got "
                 f"{block_sizes}."
             )
         backend = Backend("xla")

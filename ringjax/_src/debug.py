@@ -1,6 +1,6 @@
-"""Reports, with `RINGJAX_DEBUG=1`, of what only a running program can know: values out of range, and NaN.
+"""Run-time warnings about NaN and out-of-range values, enabled by `RINGJAX_DEBUG=1`.
 
-The variable is read when a program is traced. Without it nothing is added to programs.
+The variable is read when a program is traced. If it is unset, programs are unchanged.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ _LOGGER = logging.getLogger("ringjax")
 
 
 def is_enabled() -> bool:
-    """Returns whether programs that are traced now report."""
+    """Returns whether programs traced now report."""
     return os.environ.get(SWITCH, "0") not in ("", "0")
 
 
 def report(argument: str, fault: str, is_bad: Callable[[], Array]) -> None:
-    """Adds a warning to the program: how many values of an argument have a fault, each time that some have.
+    """Adds a run-time warning with the number of bad values of an argument, if there are any.
 
     Args:
-        argument: The name of the argument.
-        fault: What is wrong with the values that are counted.
-        is_bad: Returns which values are bad, a boolean array; not called unless reports are enabled.
+        argument: Name of the argument.
+        fault: Description of the bad values, as in "3 values are NaN".
+        is_bad: Returns a boolean mask of the bad values. Called only if reports are enabled.
     """
     if is_enabled():
         jax.debug.callback(functools.partial(_warn, argument, fault), jnp.sum(is_bad(), dtype=jnp.int32))
 
 
 def report_nan(**arrays: Array) -> None:
-    """Adds a warning to the program for each of these arrays that holds NaN."""
+    """Adds a run-time warning for each of these arrays that contains NaN."""
     for name, x in arrays.items():
         report(name, "NaN", functools.partial(jnp.isnan, x))
 

@@ -1,9 +1,9 @@
-"""Attention dropout: whether a weight is dropped depends on (key, batch entry, head, query, key, branch) alone.
+"""Attention dropout that is independent of layout, ring size and blocking.
 
-Each weight has a number of 32 bits, hashed from a *stamp* of its query row and one of its key row, and is dropped where
-that number is below the rate. Nothing is drawn in an order, so every layout, ring and blocking drops the same weights.
-
-Legend: ``B`` batch, ``N`` query heads, ``M`` query rows, ``S`` key rows.
+Whether a weight is dropped depends only on the `jax.random` key, batch entry, head, query position, key position and
+branch. A hash of the query row and a hash of the key row are combined into 32 bits per weight, and the weight is
+dropped if these are below the rate. No random numbers are drawn in sequence, so every execution order drops the same
+weights.
 """
 
 from __future__ import annotations
@@ -14,30 +14,32 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-_ODD = 0x9E3779B9  # 2**32 over the golden ratio: multiples of it are far apart
+_ODD = 0x9E3779B9  # 2**32 divided by the golden ratio: consecutive multiples are far apart
 
 
-class Stamps(NamedTuple):
-    """A number for each query row (one for each head of a group) and for each key row, uint32."""
+class RowHashes(NamedTuple):
+    """Hashes (uint32) of the query rows, per query head, and of the key rows."""
 
     query: Array
     key: Array
 
 
-def words_of(rng: Array) -> Array:
-    """The two words, uint32, to which a key of `jax.random` comes down."""
+def key_bits(rng: Array) -> Array:
+    """Returns two uint32 words of random bits drawn from a `jax.random` key."""
     return jax.random.bits(rng, (2,), jnp.uint32)
 
 
-def seeds_of(words: Array, batch: int, heads: int, first_entry: Array | int = 0, first_head: Array | int = 0) -> Array:
-    """A seed (B, N) for each head of each batch entry, uint32.
+def seeds_of(
+    key_bits: Array, batch: int, heads: int, first_entry: Array | int = 0, first_head: Array | int = 0
+) -> Array:
+    """Returns a uint32 seed for each batch entry and query head, of shape (batch, heads).
 
     Args:
-        words: From `words_of`.
-        batch: Entries here.
-        heads: Query heads here.
-        first_entry: How many entries other devices have before those here.
-        first_head: The same for heads.
+        key_bits: Random bits from the function `key_bits`.
+        batch: Number of batch entries on this device.
+        heads: Number of query heads on this device.
+        first_entry: Global index of the first batch entry on this device.
+        first_head: Global index of the first query head on this device.
 
     Example:
         >>> import jax.numpy as jnp
@@ -50,28 +52,28 @@ def seeds_of(words: Array, batch: int, heads: int, first_entry: Array | int = 0,
         jnp.arange(num, dtype=jnp.uint32) + jnp.asarray(first).astype(jnp.uint32)
         for num, first in ((batch, first_entry), (heads, first_head))
     )
-    return _mixed(_mixed(words[0] + entry * jnp.uint32(_ODD))[:, None] ^ _mixed(words[1] ^ head)[None])
+    return _hash(_hash(key_bits[0] + entry * jnp.uint32(_ODD))[:, None] ^ _hash(key_bits[1] ^ head)[None])
 
 
-def query_stamps(seeds: Array, positions: Array, branch: int) -> Array:
-    """The stamps of queries from the seeds of their heads and their positions, two arrays that go together."""
-    return _mixed(_mixed(seeds + jnp.uint32((branch + 1) * _ODD % 2**32)) ^ _mixed(positions.astype(jnp.uint32)))
+def query_hashes(seeds: Array, positions: Array, branch: int) -> Array:
+    """Hashes query rows from the seeds of their heads and their positions, which broadcast."""
+    return _hash(_hash(seeds + jnp.uint32((branch + 1) * _ODD % 2**32)) ^ _hash(positions.astype(jnp.uint32)))
 
 
-def key_stamps(positions: Array) -> Array:
-    """The stamps of keys, which are the same for all heads, entries and branches."""
-    return _mixed(positions.astype(jnp.uint32) ^ jnp.uint32(_ODD))
+def key_hashes(positions: Array) -> Array:
+    """Hashes key rows from their positions; the same for all batch entries, heads and branches."""
+    return _hash(positions.astype(jnp.uint32) ^ jnp.uint32(_ODD))
 
 
 def factors(query: Array, key: Array, rate: float, dtype: jnp.dtype) -> Array:
-    """What the weights (M, S) of rows with these stamps are multiplied by: 0 or ``1 / (1 - rate)``."""
-    bits = _mixed(query[:, None] + key[None, :])
+    """Returns the dropout factors, 0 or ``1 / (1 - rate)``, for all pairs of M query and S key hashes: (M, S)."""
+    bits = _hash(query[:, None] + key[None, :])
     limit = jnp.uint32(min(round(rate * 2**32), 2**32 - 1))
     return jnp.where(bits >= limit, jnp.asarray(1 / (1 - rate), dtype), jnp.zeros((), dtype))
 
 
-def _mixed(x: Array) -> Array:
-    """A permutation of the numbers of 32 bits in which neighbors have nothing in common."""
+def _hash(x: Array) -> Array:
+    """Applies a bijective 32-bit hash that decorrelates neighboring inputs."""
     x = (x ^ (x >> jnp.uint32(16))) * jnp.uint32(0x7FEB352D)
     x = (x ^ (x >> jnp.uint32(15))) * jnp.uint32(0x846CA68B)
     return x ^ (x >> jnp.uint32(16))

@@ -1,8 +1,10 @@
-"""Partial softmaxes and the one way to put them together.
+"""Online softmax: partial results over subsets of the keys, and how to merge them.
 
-A `Partial` is the attention of some queries over some keys. Branches, blocks and ring hops all yield partials
-over disjoint multisets of keys, and `merge` gives the partial over both. An *empty* row, one that saw no key,
-has ``out == 0`` and ``lse == -inf``; what that means for a merge and for the backward pass is said here only.
+A `PartialSoftmax` is the attention of some queries over some of the keys. Branches, blocks and ring hops all yield
+partial results over disjoint multisets of keys, and `merge` combines two of them. An *empty* row, which attends to no
+key, has ``out == 0`` and ``lse == -inf``. This module alone handles empty rows in merges and in the backward pass.
+
+See [FlashAttention-2](https://arxiv.org/abs/2307.08691).
 """
 
 from __future__ import annotations
@@ -14,17 +16,18 @@ import numpy as np
 from jax import Array
 
 
-class Partial(NamedTuple):
-    """Attention over some of the keys: `out` (..., H) normalised over them, `lse` (...) their log-sum-exp."""
+class PartialSoftmax(NamedTuple):
+    """Attention over some of the keys: normalized output `out` (..., H) and log-sum-exp `lse` (...) of the scores."""
 
     out: Array
     lse: Array
 
 
 class Running(NamedTuple):
-    """A softmax under way over key blocks: `acc` (M, H) and `total`, both scaled by ``exp(-peak)``.
+    """State of an online softmax over key blocks.
 
-    `peak` and `total` are (M,), or columns (M, 1) in kernels that have no arrays of one axis.
+    The row maximum `peak` (m), the denominator `total` (l) and the unnormalized output `acc` (M, H); `acc` and `total`
+    are scaled by ``exp(-peak)``. `peak` and `total` have shape (M,), or (M, 1) in kernels without 1D arrays.
     """
 
     acc: Array
@@ -33,42 +36,42 @@ class Running(NamedTuple):
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
-    """The dtype in which sums over arrays of `dtype` are taken: at least float32."""
+    """Returns the accumulator dtype for arrays of `dtype`, at least float32."""
     return np.promote_types(dtype, np.float32)
 
 
-def empty_like(queries: Array) -> Partial:
-    """The partial of these queries (..., H) over no keys."""
-    return Partial(jnp.zeros_like(queries), jnp.full_like(queries[..., 0], -jnp.inf))
+def empty_like(queries: Array) -> PartialSoftmax:
+    """Returns the partial softmax of these queries (..., H) over no keys."""
+    return PartialSoftmax(jnp.zeros_like(queries), jnp.full_like(queries[..., 0], -jnp.inf))
 
 
-def merge(a: Partial, b: Partial) -> Partial:
-    """The partial over the keys of `a` and of `b` together.
+def merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
+    """Merges partial softmaxes over two sets of keys.
 
-    The output steps from that of the heavier towards that of the lighter, by the lighter's share: exact where both
-    are equal, as where branches see the same keys, and where the lighter weighs nothing, however large it is.
+    Interpolates from the output with the larger weight towards the other one. This is exact if both outputs are equal,
+    as when two branches attend to the same keys, and if the smaller weight vanishes, however large its output is.
     """
     peak, low = jnp.maximum(a.lse, b.lse), jnp.minimum(a.lse, b.lse)
-    lighter = jnp.exp(low - _finite(peak))  # the heavier weighs 1, unless both are empty
+    lighter = jnp.exp(low - _finite(peak))  # relative to a weight of 1 for the heavier one; both may be empty
     a_is_heavier = (a.lse >= b.lse)[..., None]
     heavy, light = jnp.where(a_is_heavier, a.out, b.out), jnp.where(a_is_heavier, b.out, a.out)
     out = heavy + (light - heavy) * (lighter / (1 + lighter))[..., None]
-    return Partial(out, peak + jnp.log1p(lighter))
+    return PartialSoftmax(out, peak + jnp.log1p(lighter))
 
 
 def start(queries: Array) -> Running:
-    """The state of these queries (M, H) before the first key block."""
+    """Returns the initial state of these queries (M, H)."""
     return Running(jnp.zeros_like(queries), jnp.full_like(queries[:, 0], -jnp.inf), jnp.zeros_like(queries[:, 0]))
 
 
-def finish(state: Running) -> Partial:
-    """The partial over all key blocks that `state` went through."""
-    safe = jnp.where(state.total == 0, 1, state.total)  # NaN is not empty: it stays NaN
-    return Partial(state.acc / _column(safe), state.peak + jnp.log(safe))  # the peak of an empty row is -inf
+def finish(state: Running) -> PartialSoftmax:
+    """Normalizes the state after the last key block."""
+    safe = jnp.where(state.total == 0, 1, state.total)  # NaN stays NaN
+    return PartialSoftmax(state.acc / _column(safe), state.peak + jnp.log(safe))  # -inf for empty rows
 
 
 def rescale(state: Running, scores: Array) -> tuple[Running, Array]:
-    """Raises the peak of `state` to cover `scores` (M, S; -inf where masked), and gives ``exp(scores - peak)``."""
+    """Updates the maximum of `state` with `scores` (M, S; -inf where masked) and returns ``exp(scores - peak)`` too."""
     peak = jnp.maximum(state.peak, scores.max(axis=1, keepdims=state.peak.ndim == 2))
     finite = _finite(peak)
     decay = jnp.exp(state.peak - finite)
@@ -76,19 +79,19 @@ def rescale(state: Running, scores: Array) -> tuple[Running, Array]:
     return Running(state.acc * _column(decay), peak, state.total * decay), weights
 
 
-def resume(part: Partial) -> Running:
-    """The state after the keys of `part`: going on from it is the same as merging with it."""
+def resume(part: PartialSoftmax) -> Running:
+    """Returns the state after the keys of `part`: continuing from it is equivalent to merging with `part`."""
     total = jnp.where(part.lse == -jnp.inf, jnp.zeros_like(part.lse), jnp.ones_like(part.lse))
     return Running(part.out, part.lse, total)
 
 
 def delta(dout: Array, out: Array, dtype: jnp.dtype) -> Array:
-    """Sum of cotangent times output (..., H), for the backward pass, in this dtype."""
+    """Computes ``sum(dout * out)`` over the last axis in this dtype, for the backward pass."""
     return jnp.sum(dout.astype(dtype) * out.astype(dtype), axis=-1)
 
 
 def for_backward(lse: Array) -> Array:
-    """The `lse` with which ``exp(scores - lse)`` is the softmax, and 0 for an empty row."""
+    """Returns `lse` such that ``exp(scores - lse)`` is the softmax, and 0 for empty rows."""
     return jnp.where(lse == -jnp.inf, jnp.inf, lse)
 
 
@@ -97,5 +100,5 @@ def _column(x: Array) -> Array:
 
 
 def _finite(peak: Array) -> Array:
-    """A peak that can be subtracted from -inf: an empty row's becomes 0."""
+    """Replaces the maximum of empty rows, -inf, by 0 so that it can be subtracted from -inf."""
     return jnp.where(peak == -jnp.inf, 0, peak)

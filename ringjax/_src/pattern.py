@@ -1,7 +1,7 @@
-"""Dilation patterns: which positions each branch selects, and for which heads.
+"""Dilation patterns: the positions that each branch selects, per head.
 
-Legend: ``w`` segment length, ``r`` dilation rate, ``K`` key/value heads, ``o(h)`` the offset of head ``h``.
-A branch ``(w, r)`` selects position ``p`` for head ``h`` iff ``(p mod w) mod r == o(h)``.
+A branch with segment length ``w`` and dilation rate ``r`` selects position ``p`` for head ``h`` if and only if
+``(p mod w) mod r == o(h)``, where ``o(h)`` is the offset of the head.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Mixing = Literal["exact", "detached"]
 
 
 class Coverage(NamedTuple):
-    """What a pattern covers, as computed by `DilationPattern.coverage`.
+    """Coverage of a pattern, as computed by `DilationPattern.coverage`.
 
     Attributes:
-        share: Share of (position, head) pairs that at least one branch selects, 0 to 1.
-        reach: Longest distance between a query and a key that it sees.
-        notes: Sentences on what the pattern leaves out for this number of heads.
+        share: Fraction of (position, head) pairs that at least one branch selects, from 0 to 1.
+        reach: Longest distance between a query and a key that it attends to.
+        notes: One sentence for each branch whose heads do not cover all residues.
     """
 
     share: float
@@ -36,7 +36,7 @@ class Coverage(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """One branch over a sequence: its segments, its rate and the heads that run it."""
+    """One branch of a pattern: its segment length, its rate and the heads that run it."""
 
     segment_length: int
     rate: int
@@ -45,7 +45,7 @@ class Branch(NamedTuple):
     offsets: tuple[int, ...]  # one per head of this branch
 
     def rows(self, length: int) -> list[int]:
-        """Number of positions selected in a segment of `length` positions, per head."""
+        """Returns the number of positions that each head selects in a segment of `length` positions."""
         return [max(0, -(-(length - o) // self.rate)) for o in self.offsets]
 
 
@@ -53,27 +53,31 @@ Ints = TypeVar("Ints", np.ndarray, Array)
 
 
 def selected_before(position: Ints, segment_length: int, rate: int, offset: Ints, count: Ints) -> Ints:
-    """How many positions before this one a head selects that has this offset and `count` rows in a whole segment."""
+    """Counts the selected positions before `position`, for a head with this offset and `count` rows per segment."""
     inside = (position % segment_length - offset + rate - 1) // rate
     return position // segment_length * count + inside.clip(0, count)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class DilationPattern:
-    """The branches of a dilated attention, each a segment length with a dilation rate.
+    """Branches of dilated attention, each with a segment length and a dilation rate.
+
+    See the [LongNet paper](https://arxiv.org/abs/2307.02486).
 
     Args:
-        segment_lengths: Segment length ``w`` of each branch; any order, each at least 1.
-        dilation_rates: Dilation rate ``r`` of each branch, as many as segment lengths.
-        offsets: How head ``h`` of ``K`` key/value heads picks its residue: ``"mod"`` is ``h mod r``
-            (the LongNet paper), ``"block"`` is ``h // ceil(K / r)`` (torchscale weights), ``"none"`` is 0.
-        heads: ``"all"``: every head runs every branch, mixed by their softmax denominators.
-            ``"split"``: the heads are dealt out to the branches, one branch per head, and the result
-            is divided by the number of branches.
-        mixing: Gradient of the mixing weights: ``"exact"``, or ``"detached"`` (held constant, as torchscale does).
+        segment_lengths: Segment length ``w`` of each branch, at least 1, in any order.
+        dilation_rates: Dilation rate ``r`` of each branch, one per segment length.
+        offsets: Residue selected by head ``h`` of ``K`` key/value heads: ``"mod"`` selects ``h mod r`` (the LongNet
+            paper), ``"block"`` selects ``h // ceil(K / r)`` (torchscale checkpoints), ``"none"`` selects 0.
+        heads: With ``"all"``, every head runs every branch, and the branches are mixed by their softmax denominators.
+            With ``"split"``, each head runs one branch, and the output is divided by the number of branches.
+        mixing: Gradient of the mixing weights: ``"exact"``, or ``"detached"`` to treat them as constants, as torchscale
+            does.
 
     Raises:
-        ValueError: If an argument breaks one of these rules.
+        ValueError: If `segment_lengths` and `dilation_rates` are empty, differ in length or contain anything but
+            integers of at least 1; if `offsets`, `heads` or `mixing` is not one of its choices; or if ``heads="split"``
+            is combined with other `offsets` than ``"mod"`` or with ``mixing="detached"``.
 
     Example:
         >>> import ringjax as rj
@@ -96,8 +100,8 @@ class DilationPattern:
                 "`segment_lengths` and `dilation_rates` must have the same length, got "
                 f"{len(self.segment_lengths)} and {len(self.dilation_rates)}."
             )
-        for name, words in (("offsets", Offsets), ("heads", Heads), ("mixing", Mixing)):
-            check_choice(name, getattr(self, name), get_args(words))
+        for name, choices in (("offsets", Offsets), ("heads", Heads), ("mixing", Mixing)):
+            check_choice(name, getattr(self, name), get_args(choices))
         if self.heads == "split":
             if self.offsets != "mod":
                 raise ValueError(f'`offsets` must be "mod" with `heads="split"`, got {self.offsets!r}.')
@@ -115,9 +119,12 @@ class DilationPattern:
         heads: Heads = "all",
         mixing: Mixing = "exact",
     ) -> DilationPattern:
-        """Segments ``first, first * ratio, … last`` with rates ``1, ratio, ratio², …``.
+        """Returns a pattern with segments ``first, first * ratio, … last`` and rates ``1, ratio, ratio², …``.
 
-        Every branch then selects the same number of rows per segment: work per token is constant.
+        Every branch selects the same number of rows per segment, so the work per token is constant.
+
+        Raises:
+            ValueError: If `last` is not `first` times a power of `ratio`, or `ratio` is below 2.
 
         Example:
             >>> DilationPattern.geometric(2048, 32768, 4)
@@ -137,7 +144,7 @@ class DilationPattern:
 
     @classmethod
     def longnet(cls, *, offsets: Offsets = "mod", heads: Heads = "all", mixing: Mixing = "exact") -> DilationPattern:
-        """The pattern of the LongNet paper: segments 2048 to 32768, rates 1, 2, 4, 6, 12.
+        """Returns the pattern of the LongNet paper: segments of 2048 to 32768, rates 1, 2, 4, 6 and 12.
 
         Example:
             >>> DilationPattern.longnet()
@@ -157,17 +164,20 @@ class DilationPattern:
         heads: Heads = "all",
         mixing: Mixing = "exact",
     ) -> DilationPattern:
-        """Log-spaced segments from `first` to the power of two at or below `max_len`, with rates 1, 2, 4, ….
+        """Returns log-spaced segments from `first` to the largest power of two up to `max_len`, with rates 1, 2, 4, ….
 
-        This is how Prov-GigaPath derives the segments of its slide encoder. A `max_len` with no power of two beyond
-        `first` gives one dense branch of that length.
+        Prov-GigaPath derives the segments of its slide encoder this way. If no power of two up to `max_len` exceeds
+        `first`, the pattern is a single dense branch of length `max_len`.
+
+        Raises:
+            ValueError: If `max_len` or `first` is below 1, or `branches` is not between 2 and 53.
 
         Example:
             >>> DilationPattern.for_length(1_048_576)
             DilationPattern(1024/1, 5792/2, 32768/4, 185363/8, 1048576/16)
         """
         max_len, first = check_int("max_len", max_len), check_int("first", first)
-        branches = check_int("branches", branches, least=2, most=53)  # rates double with each
+        branches = check_int("branches", branches, least=2, most=53)  # the rate doubles with each branch
         last = 1 << (max_len.bit_length() - 1)
         if last <= first:
             return cls((max_len,), (1,), offsets=offsets, heads=heads, mixing=mixing)
@@ -177,7 +187,7 @@ class DilationPattern:
         return cls((first, *between, last), rates, offsets=offsets, heads=heads, mixing=mixing)
 
     def branches(self, num_kv_heads: int, seq_len: int | None = None) -> tuple[Branch, ...]:
-        """The branches for a number of key/value heads, with segments clamped to `seq_len`.
+        """Returns the branches for a number of key/value heads, with segments clamped to `seq_len`.
 
         Example:
             >>> DilationPattern((4, 8), (1, 2)).branches(num_kv_heads=3)[1].offsets
@@ -198,14 +208,14 @@ class DilationPattern:
         return tuple(result)
 
     def coverage(self, num_heads: int, seq_len: int | None = None) -> Coverage:
-        """What share of (position, head) pairs is selected, and how far a query can see.
+        """Computes the fraction of (position, head) pairs that are selected and the longest attended distance.
 
         Args:
-            num_heads: Number of key/value heads (the offsets are theirs).
+            num_heads: Number of key/value heads.
             seq_len: Length to count over; the longest segment by default.
 
         Warns:
-            UserWarning: For each branch whose rate exceeds the residues that its heads use.
+            UserWarning: For each branch whose heads use fewer residues than its rate.
 
         Example:
             >>> DilationPattern((8, 16), (2, 4)).coverage(num_heads=4)
@@ -234,7 +244,7 @@ class DilationPattern:
 
 
 def _root(number: int, degree: int) -> int:
-    """The root, rounded down; exact, as powers of floats differ from machine to machine.
+    """Returns the integer root, rounded down. Exact, as floating-point powers differ between machines.
 
     Example:
         >>> _root(9 * 64, 2), _root(9 * 64 - 1, 2)
@@ -255,8 +265,10 @@ def _offset(rule: Offsets, head: int, rate: int, num_heads: int) -> int:
 
 
 def _covered_pairs(branches: tuple[Branch, ...], num_heads: int, length: int) -> int:
-    """Counts selected (position, head) pairs, a bounded window of positions at a time."""
-    residues: dict[tuple[tuple[int, int, int], ...], int] = {}  # the (w, r, o) of a head -> heads alike
+    """Counts the (position, head) pairs that at least one branch selects."""
+    residues: dict[
+        tuple[tuple[int, int, int], ...], int
+    ] = {}  # the (w, r, o) triples of a head -> number of heads with these
     for head in range(num_heads):
         runs = [b for b in branches if b.first_head <= head < b.first_head + b.num_heads]
         key = tuple((b.segment_length, b.rate, b.offsets[head - b.first_head]) for b in runs)
@@ -265,7 +277,11 @@ def _covered_pairs(branches: tuple[Branch, ...], num_heads: int, length: int) ->
 
 
 def _covered(selections: tuple[tuple[int, int, int], ...], length: int) -> int:
-    """Counts the positions that any of these (w, r, o) selects; what they select repeats after all their segments."""
+    """Counts the positions that any of these (w, r, o) triples selects.
+
+    The selection is periodic in the least common multiple of the segment lengths; positions are enumerated in windows
+    of bounded size.
+    """
     if any(r == 1 for _, r, _ in selections):
         return length
     period = math.lcm(*(w for w, _, _ in selections))
@@ -275,8 +291,8 @@ def _covered(selections: tuple[tuple[int, int, int], ...], length: int) -> int:
     total = 0
     for start in range(0, length, 1 << 20):
         p = np.arange(start, min(start + (1 << 20), length))
-        seen = np.zeros(p.shape, bool)
+        is_selected = np.zeros(p.shape, bool)
         for w, r, o in selections:
-            seen |= (p % w) % r == o
-        total += int(seen.sum())
+            is_selected |= (p % w) % r == o
+        total += int(is_selected.sum())
     return total

@@ -1,8 +1,8 @@
-"""Argument checks: what a caller may pass, and the messages for everything else.
+"""Argument checks and their error messages.
 
-Every check raises a `ValueError` of one line that names the argument, the rule and the value given. Checks look at
-types, shapes, dtypes and at values that are known before the program runs; nothing is traced or compiled. What only a
-running program can know is reported by `debug.py`.
+Every check raises a one-line `ValueError` that names the argument, the rule and the value given. Checks inspect types,
+shapes, dtypes and concrete values only; they trace and compile nothing. Conditions that are known only at run time are
+reported by `debug.py`.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
     from ringjax._src.pattern import DilationPattern
 
 MOST_POSITIONS = 2**31 - 1  # programs count positions in int32
-MOST_COUNTED = 2**53  # what is only counted, not computed: exact in float64 and in JSON
+MOST_COUNTED = 2**53  # integers up to here are exact in float64 and in JSON
 MOST_HEADS = 2**16  # tables have an entry per head
 MOST_DEVICES = 2**20  # tables have an entry per chunk
-MOST_BYTES = 2**47  # of one array: the address space of a process; XLA aborts on sizes that overflow 64 bits
+MOST_BYTES = 2**47  # per array: the address space of a process; XLA aborts on sizes that overflow 64 bits
 FLOATS = ("float16", "bfloat16", "float32", "float64")
-_KEY_SHAPES = {"threefry2x32": (2,), "rbg": (4,), "unsafe_rbg": (4,)}  # of keys that `jax.random.PRNGKey` makes
+_KEY_SHAPES = {"threefry2x32": (2,), "rbg": (4,), "unsafe_rbg": (4,)}  # of keys created by `jax.random.PRNGKey`
 
 Kind = TypeVar("Kind")
 Choice = TypeVar("Choice", bound=str)
 
 
 def shown(value: object) -> str:
-    """Returns a value as a message shows it: in one line of bounded length.
+    """Formats a value for an error message, on one line of bounded length.
 
     Example:
         >>> shown("x"), shown(10**5000)
         ("'x'", 'an integer of 16610 bits')
     """
-    if isinstance(value, int) and value.bit_length() > 14_000:  # of more digits Python makes no string
+    if isinstance(value, int) and value.bit_length() > 14_000:  # Python limits int-to-string conversion
         return f"an integer of {value.bit_length()} bits"
     text = " ".join(repr(value).split())
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def check_int(name: str, value: object, least: int = 1, most: int = MOST_COUNTED) -> int:
-    """Checks an integer between `least` and `most`, and returns it as a Python int.
+    """Checks that a value is an integer between `least` and `most`, and returns it as a Python int.
 
     Example:
         >>> check_int("seq_len", 0)
@@ -71,7 +71,7 @@ def check_int(name: str, value: object, least: int = 1, most: int = MOST_COUNTED
 
 
 def check_ints(name: str, values: object) -> tuple[int, ...]:
-    """Checks a list of integers of at least 1; its order matters, so sets and mappings are refused."""
+    """Checks a list of integers of at least 1. Order matters, so sets and mappings are rejected."""
     if not isinstance(values, Iterable) or isinstance(values, str | bytes | set | frozenset | Mapping):
         raise ValueError(f"`{name}` must be a list of integers, got {shown(values)}.")
     result = tuple(check_int(f"{name}[{i}]", value) for i, value in enumerate(values))
@@ -81,14 +81,14 @@ def check_ints(name: str, values: object) -> tuple[int, ...]:
 
 
 def check_bool(name: str, value: object) -> bool:
-    """Checks a bool: other values that are true or false in Python are more likely mistakes."""
+    """Checks that a value is a bool. Other truthy or falsy values are more likely mistakes."""
     if not isinstance(value, bool):
         raise ValueError(f"`{name}` must be a bool, got {shown(value)}.")
     return value
 
 
 def check_float(name: str, value: object, rule: str, allowed: Callable[[float], bool]) -> float:
-    """Checks a number that is known before the program runs; `rule` says in words which ones are `allowed`.
+    """Checks a concrete number with the predicate `allowed`, which `rule` states in words.
 
     Example:
         >>> check_float("base", float("nan"), "a finite number above 0", lambda x: 0 < x < math.inf)
@@ -107,21 +107,21 @@ def check_float(name: str, value: object, rule: str, allowed: Callable[[float], 
 
 
 def check_positive(name: str, value: object, least: float = 0) -> float:
-    """Checks a finite number above 0, and of at least `least`."""
+    """Checks that a value is a finite number above 0 and at least `least`."""
     rule = f"a finite number of at least {least}" if least else "a finite number above 0"
     return check_float(name, value, rule, lambda x: least <= x < math.inf and x > 0)
 
 
 def check_rate(rate: object, name: str = "dropout_rate") -> float:
     """Checks a dropout rate."""
-    rule = "a number from 0 to below 1, known before the program runs"
+    rule = "a Python number (not a JAX array) of at least 0 and below 1"
     return check_float(name, rate, rule, lambda x: 0 <= x < 1)
 
 
 def check_scale(scale: object, dtype: DTypeLike = np.float32) -> float:
-    """Checks a factor on the scores of arrays of this dtype."""
+    """Checks a factor for the scores of arrays of this dtype."""
     largest = float(jnp.finfo(accumulator(jnp.dtype(dtype))).max)
-    rule = f"a finite number of at most {largest:.1e}, known before the program runs"
+    rule = f"a finite Python number (not a JAX array) of at most {largest:.1e}"
     return check_float("scale", scale, rule, lambda x: abs(x) <= largest)
 
 
@@ -150,13 +150,13 @@ def check_instance(name: str, value: object, kind: type[Kind] | tuple[type[Kind]
 
 
 def check_callable(name: str, value: object) -> None:
-    """Checks that an argument can be called."""
+    """Checks that an argument is callable."""
     if not callable(value):
         raise ValueError(f"`{name}` must be callable, got {shown(value)}.")
 
 
 def check_dtype(name: str, dtype: object) -> np.dtype:
-    """Checks a floating-point dtype, given as whatever `jax.numpy.dtype` takes.
+    """Checks a floating-point dtype, given in any form that `jax.numpy.dtype` accepts.
 
     Example:
         >>> check_dtype("dtype", "int32")
@@ -174,17 +174,17 @@ def check_dtype(name: str, dtype: object) -> np.dtype:
 
 
 def check_size(names: str, shape: tuple[int, ...], itemsize: int = 4) -> None:
-    """Checks that an array whose shape these arguments give can be allocated at all."""
+    """Checks that an array of this shape, which follows from the arguments `names`, can be allocated."""
     if math.prod(shape) * itemsize > MOST_BYTES:
-        raise ValueError(f"{names} must give arrays of at most {MOST_BYTES} bytes, got one of shape {shape}.")
+        raise ValueError(f"{names} must give arrays of at most {MOST_BYTES} bytes, got shape {shape}.")
 
 
 def check_array(
     name: str, x: object, kind: Literal["floating point", "integer", "number"], axes: tuple[str, ...] = ()
 ) -> None:
-    """Checks that this is an array, of a kind of dtype, with these axes (any if empty) and not empty.
+    """Checks that `x` is a non-empty array with a dtype of this kind and these axes (any if empty).
 
-    64-bit integers that JAX would cut to 32 bits are refused, see `check_fits`.
+    Rejects 64-bit integers that JAX would truncate to 32 bits, see `check_fits`.
     """
     what = "an integer array" if kind == "integer" else "an array"
     if not isinstance(x, np.ndarray | np.generic | jax.Array) and not hasattr(x, "__jax_array__"):
@@ -197,14 +197,14 @@ def check_array(
     if kind == "floating point" and getattr(array.dtype, "name", "") not in FLOATS:
         raise ValueError(f"`{name}` must be floating point, got {array.dtype}.")
     if kind == "number" and not any(jnp.issubdtype(array.dtype, x) for x in (jnp.integer, jnp.floating, jnp.bool_)):
-        raise ValueError(f"`{name}` must be real numbers or bools, got {array.dtype}.")
+        raise ValueError(f"`{name}` must contain real numbers or bools, got {array.dtype}.")
     if 0 in array.shape:
         raise ValueError(f"`{name}` must not be empty, got shape {array.shape}.")
     check_fits(name, array)
 
 
 def check_fits(name: str, x: object) -> None:
-    """Refuses 64-bit integers whose upper half JAX would cut off: documents would become one, or padding."""
+    """Rejects 64-bit integers that JAX would truncate: distinct document ids could collide or become padding."""
     if not isinstance(x, np.ndarray | np.generic) or not jnp.issubdtype(x.dtype, jnp.integer) or x.size == 0:
         return
     narrow = jax.dtypes.canonicalize_dtype(x.dtype)
@@ -216,7 +216,7 @@ def check_fits(name: str, x: object) -> None:
 
 
 def check_ids(name: str, ids: object, shape: tuple[int, ...], axes: str = "(batch, length)") -> None:
-    """Checks integers of this shape, one for each position."""
+    """Checks an integer array of this shape, with one entry per position."""
     given = getattr(ids, "shape", None)
     if given is not None and jnp.issubdtype(cast(Array, ids).dtype, jnp.integer) and given != shape:
         raise ValueError(f"`{name}` must have shape {axes} = {shape}, got {given}.")
@@ -224,7 +224,7 @@ def check_ids(name: str, ids: object, shape: tuple[int, ...], axes: str = "(batc
 
 
 def check_row_positions(positions: object, batch: int, length: int) -> None:
-    """Checks the positions of rows, the same for all batch entries or not."""
+    """Checks the positions of rows, shared by all batch entries or one row of positions per entry."""
     check_array("positions", positions, "integer")
     shape = cast(Array, positions).shape
     if shape not in ((length,), (batch, length)):
@@ -232,14 +232,14 @@ def check_row_positions(positions: object, batch: int, length: int) -> None:
 
 
 def known(x: object) -> np.ndarray | None:
-    """Returns the values of an array where this process knows them before the program runs, else None."""
+    """Returns the values of a concrete, fully addressable array as numpy, or None for any other array."""
     if isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
         return None
     return np.asarray(x)
 
 
 def check_integers(name: str, values: object, axes: str, shape: tuple[int, ...] | None = None) -> np.ndarray | Array:
-    """Checks integers of this shape, or of as many `axes`; lists are taken too."""
+    """Checks integers of this shape, or with this number of `axes`, and returns them as an array. Accepts lists."""
     try:
         given = values if isinstance(values, jax.Array) else np.asarray(values)
     except ValueError:  # lists of different lengths
@@ -254,7 +254,7 @@ def check_integers(name: str, values: object, axes: str, shape: tuple[int, ...] 
 
 
 def check_counts(name: str, values: object, batch: int, most: int, least: int = 0) -> np.ndarray | Array:
-    """Checks one count per batch entry, from `least` to `most` where the values are known; lists are taken too."""
+    """Checks one count per batch entry, and its range if the values are concrete. Accepts lists."""
     given = check_integers(name, values, "(batch,)", (batch,))
     found = known(given)
     if found is not None and (found.min() < least or found.max() > most):
@@ -263,12 +263,12 @@ def check_counts(name: str, values: object, batch: int, most: int, least: int = 
 
 
 def check_tokens(name: str, tokens: object) -> None:
-    """Checks tokens: integers (batch, length)."""
+    """Checks that tokens are integers of shape (batch, length)."""
     check_array(name, tokens, "integer", ("batch", "length"))
 
 
-def check_key(name: str, rng: object, rule: str = "a key of `jax.random`") -> None:
-    """Checks a single key of `jax.random`, of the new kind or of the old one."""
+def check_key(name: str, rng: object, rule: str = "a `jax.random` key") -> None:
+    """Checks a single `jax.random` key, typed or legacy."""
     dtype, shape = getattr(rng, "dtype", None), getattr(rng, "shape", None)
     is_key = False
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
@@ -281,16 +281,16 @@ def check_key(name: str, rng: object, rule: str = "a key of `jax.random`") -> No
 
 
 def check_dropout(rate: object, rng: object) -> float:
-    """Checks the arguments of dropout, and returns the rate."""
+    """Checks the dropout arguments and returns the rate."""
     number = check_rate(rate)
     if rng is not None or number > 0:
-        rule = "a key of `jax.random` with `dropout_rate` above 0, else one or None"
+        rule = "a `jax.random` key (or None with `dropout_rate=0`)"
         check_key("dropout_rng", rng, rule)
     return number
 
 
 def check_heads(num_heads: object, num_kv_heads: object) -> tuple[int, int]:
-    """Checks the numbers of query heads and of key/value heads, as many as query heads by default."""
+    """Checks and returns the numbers of query and key/value heads, which are equal if `num_kv_heads` is None."""
     heads = check_int("num_heads", num_heads, most=MOST_HEADS)
     kv_heads = heads if num_kv_heads is None else check_int("num_kv_heads", num_kv_heads, most=MOST_HEADS)
     if heads % kv_heads:
@@ -299,13 +299,13 @@ def check_heads(num_heads: object, num_kv_heads: object) -> tuple[int, int]:
 
 
 class AttentionShape(NamedTuple):
-    """The sizes of one attention call."""
+    """Sizes of one attention call."""
 
     batch: int
-    stored_length: int  # of the arrays
-    length: int  # of the sequence: positions from here on are padding
+    stored_length: int  # length of the arrays
+    length: int  # length of the sequence; later positions are padding
     kv_heads: int
-    group: int  # query heads per key/value head
+    q_per_kv: int  # query heads per key/value head
     dim: int
     scale: float
 
@@ -323,7 +323,7 @@ def check_inputs(
 ) -> AttentionShape:
     """Checks the arguments of an attention call and returns its sizes.
 
-    `shards` is the number of devices that each hold such arrays, one after the other in the sequence.
+    `shards` is the number of devices that each hold arrays of this shape, their parts of the sequence.
     """
     check_pattern(pattern)
     check_bool("is_causal", is_causal)
@@ -346,7 +346,7 @@ def check_inputs(
 
 
 def check_positions(batch: int, length: int) -> None:
-    """Checks that one device can count the rows of its batch in int32."""
+    """Checks that one device can index the rows of its batch with int32."""
     if batch * length > MOST_POSITIONS:
         raise ValueError(
             f"`query` must have at most {MOST_POSITIONS} positions (batch times length) on a device, got {batch} times "
@@ -355,8 +355,8 @@ def check_positions(batch: int, length: int) -> None:
 
 
 def check_pattern(pattern: object) -> None:
-    """Checks that this is a pattern."""
-    from ringjax._src.pattern import DilationPattern  # noqa: PLC0415 - patterns are checked by this module
+    """Checks that an argument is a `DilationPattern`."""
+    from ringjax._src.pattern import DilationPattern  # noqa: PLC0415 - avoids a cycle: patterns use these checks
 
     check_instance("pattern", pattern, DilationPattern)
 

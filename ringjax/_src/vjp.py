@@ -20,10 +20,10 @@ from ringjax._src import online_softmax as softmax
 from ringjax._src.branches.ring import Cargo, Journey, Shard
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.comm.mesh import RingPlace
-from ringjax._src.dropout import Stamps
+from ringjax._src.dropout import RowHashes
 from ringjax._src.kernels import hops, local, meet, xla
 from ringjax._src.kernels.backend import Backend, Case, Kernels, case_of
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.planning.geometry import Request
 from ringjax._src.planning.plan import BranchPlan, Plan, checked_plan
@@ -177,13 +177,13 @@ def _forward(
     merged, rows = _forward_local(config, work, shard, merged)
     for journey in work.journeys:
         with jax.named_scope(_name("ring", journey.rows)):
-            merged = Partial(*journey.view(*merged))
+            merged = PartialSoftmax(*journey.view(*merged))
             if journey in keys:
                 part, tiles = journey.forward(journey.queries(views[journey]), keys[journey], begun[journey], tiles)
                 merged, own = journey.merge(merged, part), part.out
             else:
                 (merged, tiles), own = _forward_pieces(journey, views[journey], merged, tiles)
-            merged = Partial(*(x.reshape(shape) for x, shape in zip(merged, shapes, strict=True)))
+            merged = PartialSoftmax(*(x.reshape(shape) for x, shape in zip(merged, shapes, strict=True)))
         rows.append(own)
     out = (merged.out / config.divisor).astype(query.dtype)
     kept = rows if config.pattern.mixing == "detached" else []
@@ -192,11 +192,13 @@ def _forward(
 
 
 def _forward_pieces(
-    journey: Journey, views: Shard, merged: Partial, tiles: Array | None
-) -> tuple[tuple[Partial, Array | None], Array]:
+    journey: Journey, views: Shard, merged: PartialSoftmax, tiles: Array | None
+) -> tuple[tuple[PartialSoftmax, Array | None], Array]:
     """A branch whose heads travel one part after the other; its own rows have the parts in front."""
 
-    def step(carry: tuple[Partial, Array | None], index: Array) -> tuple[tuple[Partial, Array | None], Array]:
+    def step(
+        carry: tuple[PartialSoftmax, Array | None], index: Array
+    ) -> tuple[tuple[PartialSoftmax, Array | None], Array]:
         merged, tiles = carry
         piece = journey.piece(index)
         keys = piece.keys(views)
@@ -206,20 +208,24 @@ def _forward_pieces(
     return lax.scan(step, (merged, tiles), jnp.arange(journey.branch.pieces, dtype=jnp.int32))
 
 
-def _forward_local(config: Config, work: Work, shard: Shard, merged: Partial) -> tuple[Partial, list[Array]]:
+def _forward_local(
+    config: Config, work: Work, shard: Shard, merged: PartialSoftmax
+) -> tuple[PartialSoftmax, list[Array]]:
     rows: list[Array] = []
     options, keep = config.options(shard.query), config.pattern.mixing == "detached"
     for table in work.tables:
 
-        def by_xla(merged: Partial, table: PartTable = table) -> tuple[Partial, Array | None]:
-            views = Partial(*(segmented(x, table) for x in merged))
+        def by_xla(merged: PartialSoftmax, table: PartTable = table) -> tuple[PartialSoftmax, Array | None]:
+            views = PartialSoftmax(*(segmented(x, table) for x in merged))
             is_first = work.is_first(table)
             new, own = xla.forward(
                 _segmented(config, shard, table), views, table, options, is_first=is_first, keep_rows=keep
             )
-            return Partial(*(x.reshape(y.shape) for x, y in zip(new, merged, strict=True))), own
+            return PartialSoftmax(*(x.reshape(y.shape) for x, y in zip(new, merged, strict=True))), own
 
-        def by_kernel(kernels: Kernels, merged: Partial, table: PartTable = table) -> tuple[Partial, Array | None]:
+        def by_kernel(
+            kernels: Kernels, merged: PartialSoftmax, table: PartTable = table
+        ) -> tuple[PartialSoftmax, Array | None]:
             return local.forward(kernels, local.Dense(*shard[:4]), merged, table, options, keep_rows=keep)
 
         with jax.named_scope(_name("branch", table)):
@@ -348,14 +354,14 @@ def _segmented(config: Config, shard: Shard, table: PartTable) -> xla.Inputs:
     return xla.Inputs(q, k, v, ids, _segmented_stamps(config, shard, table))
 
 
-def _segmented_stamps(config: Config, shard: Shard, table: PartTable) -> Stamps | None:
+def _segmented_stamps(config: Config, shard: Shard, table: PartTable) -> RowHashes | None:
     if shard.seeds is None:
         return None
     batch, length = shard.query.shape[:2]
     positions = jnp.arange(length, dtype=jnp.int32) if config.ring is None else config.ring.positions(length)
-    queries = dropout.query_stamps(shard.seeds[:, None], positions[None, :, None, None], table.branch)
-    keys = jnp.broadcast_to(dropout.key_stamps(positions), (batch, length))
-    return Stamps(segmented(queries, table), segmented(keys, table))
+    queries = dropout.query_hashes(shard.seeds[:, None], positions[None, :, None, None], table.branch)
+    keys = jnp.broadcast_to(dropout.key_hashes(positions), (batch, length))
+    return RowHashes(segmented(queries, table), segmented(keys, table))
 
 
 def _name(what: str, table: PartTable | ShardRows) -> str:

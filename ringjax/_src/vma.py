@@ -1,4 +1,4 @@
-"""Arrays inside a `jax.shard_map`: over which mesh axes they vary."""
+"""Varying manual axes (VMA) of arrays inside `jax.shard_map`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from jax import Array, lax
 
 
 def varying_axes(x: Array) -> frozenset[str]:
-    """The mesh axes over which `x` differs from device to device, as far as its type says."""
+    """Returns the manual mesh axes over which `x` varies, according to its type."""
     return frozenset(jax.typeof(x).manual_axis_type.varying)
 
 
 def match_vma(arrays: Sequence[Array], ids: Array | None) -> tuple[tuple[Array, ...], Array | None]:
-    """The arrays and ids, each made to vary over all axes over which one does; loops keep types apart that differ."""
-    given = [*arrays] if ids is None else [*arrays, ids]
-    axes = frozenset[str]().union(*map(varying_axes, given))
+    """Casts all arrays to the union of their varying manual axes so that they can share a loop carry."""
+    axes = frozenset[str]().union(*map(varying_axes, arrays if ids is None else (*arrays, ids)))
     return tuple(_varying(x, axes) for x in arrays), None if ids is None else _varying(ids, axes)
 
 
@@ -26,7 +25,7 @@ def _varying(x: Array, axes: frozenset[str]) -> Array:
 
 
 def shaped_like(x: Array, *others: Array) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of `x`, varying over all axes over which it or another array does."""
+    """Returns the shape and dtype of `x` with the union of the varying manual axes of all arrays."""
     axes = frozenset[str]().union(*map(varying_axes, (x, *others)))
     if not axes:
         return jax.ShapeDtypeStruct(x.shape, x.dtype)

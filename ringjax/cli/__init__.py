@@ -1,1 +1,1 @@
-"""The command `ringjax`: know what a job will do before renting the machines. Each command is also a function."""
+"""The command `ringjax`: plans, draws, compiles, checks and tunes attention jobs. Each command is also a function."""

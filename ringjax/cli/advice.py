@@ -1,4 +1,4 @@
-"""What a plan leaves to be desired, each with the change that mends it; and the best layout and strategy."""
+"""Warnings about a plan, each with a suggested fix, and the choice of the best layout and strategy."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ from ringjax.cli.roofline import Estimate, estimate
 
 
 class Finding(NamedTuple):
-    """Something to mend, and how."""
+    """A warning and its fix."""
 
     about: str
     fix: str
 
 
 class Choice(NamedTuple):
-    """A layout and a strategy, and what they cost.
+    """A layout and a strategy with their costs.
 
     Attributes:
         layout: The layout.
         strategy: The strategy.
-        cost: Estimated seconds of forward and backward pass where a device is named, else flops of the busiest device.
-        sent: Bytes that leave a device, forward and backward.
-        gradient_memory: Bytes of a device, forward and backward.
+        cost: Estimated seconds of the forward and backward pass if a device is given, otherwise flops of the busiest
+            device.
+        sent: Bytes sent per device, forward and backward.
+        gradient_memory: Bytes of memory per device, forward and backward.
     """
 
     layout: str
@@ -40,13 +41,13 @@ class Choice(NamedTuple):
 
 
 def warnings_of(job: Job, plan: Plan, guess: Estimate | None) -> list[Finding]:
-    """All that can be mended."""
+    """Returns all warnings about a plan, each with a fix."""
     found = [*_coverage(job), *_alignment(job, plan), *_balance(job, plan), *_kernels(job, plan), *_memory(job, plan)]
     if guess is not None and guess.hidden < 0.95:
         found.append(
             Finding(
-                f"about {1 - guess.hidden:.0%} of the time of messages is not hidden behind work (estimate)",
-                "a smaller --ring or fewer --kv-heads hide more; larger rates for segments that span devices send less",
+                f"about {1 - guess.hidden:.0%} of the communication time is not hidden by computation (estimate)",
+                "use a smaller --ring or fewer --kv-heads, or larger rates for segments that span devices",
             )
         )
     return found
@@ -54,8 +55,8 @@ def warnings_of(job: Job, plan: Plan, guess: Estimate | None) -> list[Finding]:
 
 def _coverage(job: Job) -> list[Finding]:
     kv_heads = job.num_kv_heads or job.num_heads
-    most = 2**28 // (kv_heads * len(job.pattern.segment_lengths))  # looked at within seconds
-    length = min(job.seq_len, 2**20, most)  # shares do not change beyond
+    most = 2**28 // (kv_heads * len(job.pattern.segment_lengths))  # counted within seconds
+    length = min(job.seq_len, 2**20, most)  # the share does not change beyond this length
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         share = job.pattern.coverage(kv_heads, length).share
@@ -63,22 +64,24 @@ def _coverage(job: Job) -> list[Finding]:
     if share < 1:
         found.append(
             Finding(
-                f"{1 - share:.1%} of (position, head) pairs are in no branch and give 0",
-                "a branch of rate 1, such as 2K/1",
+                f"{1 - share:.1%} of (position, head) pairs are selected by no branch and output 0",
+                "add a branch of rate 1, such as 2K/1",
             )
         )
     for branch in job.pattern.branches(kv_heads, job.seq_len):
         used = len(set(branch.offsets))
         if branch.num_heads and used < branch.rate and share < 1:
             name = f"{branch.segment_length}/{branch.rate}"
-            found.append(Finding(f"{name}: the heads use {used} of {branch.rate} residues", f"a rate up to {used}"))
+            found.append(
+                Finding(f"{name}: the heads use {used} of {branch.rate} residues", f"use a rate of at most {used}")
+            )
     longest = max(job.pattern.segment_lengths)
     if longest < job.seq_len // 2:
         rate = 2 ** max(0, round(math.log2(job.seq_len / 16384)))
         found.append(
             Finding(
-                f"a query sees at most {longest:,} of {job.seq_len:,} positions in one layer",
-                f"a branch of the whole sequence, such as --pattern ...,T/{rate}",
+                f"a query attends to at most {longest:,} of {job.seq_len:,} positions in one layer",
+                f"add a branch that spans the sequence, such as --pattern ...,T/{rate}",
             )
         )
     return found
@@ -87,19 +90,19 @@ def _coverage(job: Job) -> list[Finding]:
 def _alignment(job: Job, plan: Plan) -> list[Finding]:
     slow = [b for b in plan.branches if b.advice]
     length = plan.aligned_length if slow else None
-    fix = f"--stored-length {length}: to_layout(..., length={length})" if length else "lengths that are powers of two"
-    return [
-        Finding(f"{b.segment_length}/{b.rate} is computed by position, which is slower: {b.advice}", fix) for b in slow
-    ]
+    fix = (
+        f"--stored-length {length}: to_layout(..., length={length})" if length else "use lengths that are powers of two"
+    )
+    return [Finding(f"{b.segment_length}/{b.rate} uses the slower position-based path: {b.advice}", fix) for b in slow]
 
 
 def _balance(job: Job, plan: Plan) -> list[Finding]:
     if plan.balance <= 1.05:
         return []
-    about = f"the busiest device does {plan.balance:.2f} times the mean"
+    about = f"the busiest device does {plan.balance:.2f} times the mean work"
     if job.is_causal and plan.request.layout == "contiguous":
         return [Finding(about, "--layout zigzag")]
-    return [Finding(about, f"a length that is a multiple of {2 * job.ring_size} times the largest rate")]
+    return [Finding(about, f"use a length that is a multiple of {2 * job.ring_size} times the largest rate")]
 
 
 def _kernels(job: Job, plan: Plan) -> list[Finding]:
@@ -107,12 +110,16 @@ def _kernels(job: Job, plan: Plan) -> list[Finding]:
         return []
     target = "tpu" if job.platform == "tpu" else "gpu"
     reasons = {b.kernels[target]: f"{b.segment_length}/{b.rate}" for b in plan.branches}
-    fixes = {"head dims": "--head-dim 64 or 128", "selected rows": "a smaller rate or ring", "take bfl": "--dtype bf16"}
+    fixes = {
+        "head dims": "use --head-dim 64 or 128",
+        "selected rows": "use a smaller rate or ring",
+        "take bfl": "use --dtype bf16",
+    }
     found = []
     for reason, name in reasons.items():
         if reason != "pallas":
             fix = next((fix for word, fix in fixes.items() if word in reason), "see docs/kernels.md")
-            found.append(Finding(f"plain XLA computes {name} instead of a kernel: {reason}", fix))
+            found.append(Finding(f"{name} runs in plain XLA instead of a kernel: {reason}", fix))
     return found
 
 
@@ -127,12 +134,19 @@ def _memory(job: Job, plan: Plan) -> list[Finding]:
             needed = dataclasses.replace(job, ring_size=ring, stored_length=None).plan().memory(job.platform).gradient
         except ValueError:
             break
-    fix = f"--ring {ring}" if needed <= limit else "fewer tokens, or heads over another axis (--head-shards)"
-    return [Finding(f"training needs more than the {bytes_text(limit)} of a device", fix)]
+    fix = (
+        f"--ring {ring}"
+        if needed <= limit
+        else "use fewer tokens, or shard the heads over another axis (--head-shards)"
+    )
+    return [Finding(f"training needs more than {bytes_text(limit)} of memory per device", fix)]
 
 
 def best_choice(job: Job) -> Choice:
-    """The layout and strategy that cost least, among those that fit; of equals the one that does, sends, holds less."""
+    """Returns the cheapest layout and strategy among those that fit in memory.
+
+    Choices within 1% of the lowest cost are ranked by flops, then bytes sent, then memory.
+    """
     limit = job.memory_limit or math.inf
     choices = []
     for layout in ("contiguous", "zigzag") if job.ring_size > 1 else ("contiguous",):
@@ -143,5 +157,5 @@ def best_choice(job: Job) -> Choice:
             choice = Choice(layout, strategy, cost, sent, plan.memory(job.platform).gradient)
             choices.append((choice.gradient_memory > limit, round(max(plan.flops)), choice))
     too_much, _, least = min(choices, key=lambda c: (c[0], c[2].cost))
-    alike = [c for c in choices if c[2].cost <= 1.01 * least.cost and c[0] <= too_much]
-    return min(alike, key=lambda c: (c[1], c[2].sent, c[2].gradient_memory))[2]
+    similar = [c for c in choices if c[2].cost <= 1.01 * least.cost and c[0] <= too_much]
+    return min(similar, key=lambda c: (c[1], c[2].sent, c[2].gradient_memory))[2]

@@ -1,4 +1,4 @@
-"""`ringjax aot`: the real program for devices that are not there, made by their compiler, beside the plan."""
+"""`ringjax aot`: compiles ahead of time for a TPU or GPU topology and compares the program with the plan."""
 
 from __future__ import annotations
 
@@ -31,36 +31,37 @@ EXAMPLES = """examples:
   ringjax aot --target cuda:h100:1x1x8 --seq-len 1M --pattern 2K/1,32K/8,T/64 --causal
   ringjax aot --target tpu:v5e:4x4 --seq-len 1M --pattern 2K/1,32K/8,T/64 --causal --pass forward
   ringjax aot --target tpu:v5p:16x16x16 --seq-len 1G --pattern 2K/1,128K/16,8M/128,T/1024 --causal
-targets: tpu:v5e|v5p|v6e:GRID, cuda:a100|h100|b200:1xMACHINESxGPUS, cpu:DEVICES; no device is needed, only its compiler:
-  pip install '.[aot-tpu]' or '.[aot-cuda]' in a clone of ringjax, each in an environment of its own
+targets: tpu:v5e|v5p|v6e:GRID, cuda:a100|h100|b200:1xMACHINESxGPUS, cpu:DEVICES
+no device is required, only its compiler:
+  pip install '.[aot-tpu]' or '.[aot-cuda]' in a clone of ringjax, each in a separate environment
 """
-_TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}  # whatever the locale
+_TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}  # independent of the locale
 _PACKAGES = {"cpu": ("jaxlib",), "tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """What a compiler made of an attention; None where it made nothing.
+    """A compiled attention program compared with its plan; measured fields are None if compilation failed.
 
     Attributes:
-        target: The devices.
-        part: ``"forward"``, or ``"gradient"`` for forward and backward pass.
-        devices: How many there are, all in one ring.
-        limit_bytes: Memory of one.
-        planned_bytes: What the plan says that a device holds.
-        planned_permutes: How often, by the plan, a device sends something.
-        planned_sent_bytes: Bytes that it sends so.
-        error: Why there is no program, or "".
-        seconds: That compiling took.
-        argument_bytes: Of a device.
-        output_bytes: Of a device.
-        temporary_bytes: Of a device; on TPU as the compiler allocates them.
-        permutes: How often a device sends something, loops counted.
-        sent_bytes: Bytes that it sends so.
-        other_collectives: How often it executes other collectives.
-        messages: Instructions that send something.
-        messages_async: Those of them that leave the device free to work.
-        messages_overlapped: Those of them beside which a kernel or matrix multiplies are scheduled.
+        target: Name of the target.
+        part: ``"forward"``, or ``"gradient"`` for the forward and backward pass.
+        devices: Number of devices, all in one ring.
+        limit_bytes: Memory of one device.
+        planned_bytes: Memory per device predicted by the plan.
+        planned_permutes: Number of collective permutes per device predicted by the plan.
+        planned_sent_bytes: Bytes sent by those permutes.
+        error: Why compilation failed, or an empty string.
+        seconds: Compile time.
+        argument_bytes: Size of the arguments per device.
+        output_bytes: Size of the outputs per device.
+        temporary_bytes: Size of the temporaries per device; on TPU as allocated by the compiler.
+        permutes: Number of collective permutes per device, counting every loop iteration.
+        sent_bytes: Bytes sent by those permutes.
+        other_collectives: Number of other collectives executed per device.
+        messages: Number of collective-permute instructions in the program.
+        messages_async: Number of those that are asynchronous.
+        messages_overlapped: Number of those that overlap with a kernel or a matrix multiplication.
         kernels: Names of the kernels.
     """
 
@@ -86,34 +87,34 @@ class ProgramReport:
 
     @property
     def device_bytes(self) -> int | None:
-        """What a device holds: arguments, results and all between."""
+        """Memory per device: arguments, outputs and temporaries."""
         sizes = (self.argument_bytes, self.output_bytes, self.temporary_bytes)
         return None if None in sizes else sum(size or 0 for size in sizes)
 
     @property
     def fits(self) -> bool:
-        """Whether there is a program, and it fits into the memory of a device."""
+        """Whether the program compiled and fits in the memory of a device."""
         return self.device_bytes is not None and self.device_bytes <= self.limit_bytes
 
     @property
     def overlapped(self) -> float | None:
-        """Share of the messages beside which work is scheduled; 1 where nothing is sent."""
+        """Fraction of messages that overlap with computation; 1 if nothing is sent."""
         if self.messages is None or self.messages_overlapped is None:
             return None
         return self.messages_overlapped / self.messages if self.messages else 1.0
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, fit for JSON."""
-        made = {name: getattr(self, name) for name in ("device_bytes", "fits", "overlapped")}
-        return {**dataclasses.asdict(self), "kernels": list(self.kernels), **made}
+        """Returns a JSON-serializable dictionary."""
+        derived = {name: getattr(self, name) for name in ("device_bytes", "fits", "overlapped")}
+        return {**dataclasses.asdict(self), "kernels": list(self.kernels), **derived}
 
     def __str__(self) -> str:
         if self.error:
-            return f"{self.target}, {self.part}: no program: {self.error}"
+            return f"{self.target}, {self.part}: compilation failed: {self.error}"
         table = Table(title=f"{self.target}, {self.part}: compiled in {seconds_text(self.seconds or 0)}")
         table.title_justify, table.title_style = "left", ""
-        for name in ("of one device", "plan", "compiled", "plan / compiled"):
-            table.add_column(name, justify="left" if name == "of one device" else "right")
+        for name in ("per device", "plan", "compiled", "plan / compiled"):
+            table.add_column(name, justify="left" if name == "per device" else "right")
         _add(table, "memory", self.planned_bytes, self.device_bytes, bytes_text)
         for name in ("argument", "output", "temporary"):
             _add(
@@ -125,43 +126,43 @@ class ProgramReport:
             )
         _add(table, "messages sent", self.planned_permutes, self.permutes, str)
         _add(table, "bytes sent", self.planned_sent_bytes, self.sent_bytes, bytes_text)
-        verdict = "fits into" if self.fits else "DOES NOT FIT into"
+        verdict = "fits" if self.fits else "DOES NOT FIT"
         lines = [
             table_text(table),
-            f"It {verdict} the {bytes_text(self.limit_bytes)} of a device.",
-            f"Of {self.messages} instructions that send, {self.messages_async} leave the device free to work, and "
-            f"beside {self.messages_overlapped} ({self.overlapped:.0%}) work is scheduled.",
+            f"The program {verdict} in the {bytes_text(self.limit_bytes)} of a device.",
+            f"Of {self.messages} send instructions, {self.messages_async} are asynchronous and "
+            f"{self.messages_overlapped} ({self.overlapped:.0%}) overlap with computation.",
             f"Kernels: {', '.join(self.kernels) or 'none'}.",
         ]
         return "\n".join(lines)
 
 
-def _add(table: Table, name: str, planned: int | None, found: int | None, shown: Any) -> None:  # noqa: ANN401
+def _add(table: Table, name: str, planned: int | None, found: int | None, to_text: Any) -> None:  # noqa: ANN401
     share = "" if planned is None or not found else "exact" if planned == found else f"{planned / found:.3f}"
-    table.add_row(name, "" if planned is None else shown(planned), "" if found is None else shown(found), share)
+    table.add_row(name, "" if planned is None else to_text(planned), "" if found is None else to_text(found), share)
 
 
 def report_program(job: Job, target: Target, part: str) -> ProgramReport:
-    """Compiles an attention for a target, in this process, and reads what the program says.
+    """Compiles an attention for a target in this process and analyzes the program.
 
-    `ringjax._src.aot.compile.ENVIRONMENT` must be set before JAX starts.
+    The variables of `ringjax.aot.ENVIRONMENT` must be set before JAX is initialized.
     """
     planned = expected(job, target, part)
     with tempfile.TemporaryDirectory() as folder:
         try:
-            made = compile_for(
+            program = compile_for(
                 target, job.workload, part == "gradient", folder if isinstance(target, TpuTarget) else None
             )
         except Exception as error:
             return dataclasses.replace(planned, error=_first_words(str(error)))
         allocated = allocated_temporaries(pathlib.Path(folder))
-    memory, text = made.compiled.memory_analysis(), made.compiled.as_text()
+    memory, text = program.compiled.memory_analysis(), program.compiled.as_text()
     assert memory is not None and text is not None
     counts, read = executed(text), schedule(text)
     permutes = {sent: n for sent, n in counts.items() if sent.op == "collective-permute"}
     return dataclasses.replace(
         planned,
-        seconds=made.seconds,
+        seconds=program.seconds,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes if allocated is None else allocated,
@@ -176,13 +177,13 @@ def report_program(job: Job, target: Target, part: str) -> ProgramReport:
 
 
 def allocated_temporaries(dumped: pathlib.Path) -> int | None:
-    """Bytes that the compiler for TPUs sets aside for temporaries, from the folder in which it shows what it does.
+    """Reads the size of the temporaries that the TPU compiler allocates from its dump directory.
 
-    `memory_analysis` adds to them what packing loses, which they have already: it reports more than the compiler
-    asks for when a program does not fit.
+    `memory_analysis` counts the fragmentation of the temporaries twice, so it reports more than the compiler itself
+    does when a program does not fit.
 
     Returns:
-        The bytes, or None if the folder does not tell.
+        The number of bytes, or None if the directory contains no buffer assignment.
     """
     found = [path.read_text() for path in dumped.glob("*after_optimizations-buffer-assignment.txt")]
     sizes = [re.findall(r"^allocation \d+: size (\d+), preallocated-temp", text, re.MULTILINE) for text in found]
@@ -190,11 +191,11 @@ def allocated_temporaries(dumped: pathlib.Path) -> int | None:
 
 
 def report_in_subprocess(job: Job, target_name: str, part: str) -> ProgramReport:
-    """The same in a process of its own, which has the environment that compilers need and may die without harm.
+    """Runs `report_program` in a subprocess with the environment that the compilers need; it survives their crashes.
 
     Raises:
-        ValueError: If there is no such target.
-        ModuleNotFoundError: If its compiler is not installed.
+        ValueError: If `target_name` is not a known target.
+        ModuleNotFoundError: If the compiler of the target is not installed.
     """
     target = target_named(target_name)
     packages = _PACKAGES[target.platform]
@@ -216,7 +217,7 @@ def report_in_subprocess(job: Job, target_name: str, part: str) -> ProgramReport
 
 
 def work() -> None:
-    """What the process of `report_in_subprocess` does: reads what is asked, and prints what it finds."""
+    """Runs in the subprocess of `report_in_subprocess`: reads a request from stdin and prints the report."""
     asked = json.loads(sys.stdin.read())
     target = target_named(asked["target"])
     if isinstance(target, CpuTarget):
@@ -226,7 +227,7 @@ def work() -> None:
 
 
 def on_target(job: Job, target: Target) -> Job:
-    """The job on all devices of a target."""
+    """Returns the job with a ring of all devices of a target."""
     kind = None if isinstance(target, CpuTarget) else target.name.partition(":")[0].lower()
     return dataclasses.replace(job, ring_size=target.devices, device=kind)
 
@@ -255,25 +256,29 @@ def _full_name(target: Target) -> str:
 
 
 def _messages(plan: Plan, part: str) -> list[tuple[int, int]]:
-    """Bytes and number of the permutes of a pass."""
+    """Returns the (bytes, count) of each kind of permute in a pass."""
     passes = ("forward",) if part == "forward" else ("forward", "backward")
     every = [m for branch in plan.branches for name in passes for m in getattr(branch, name)]
     return [(m.bytes, m.number) for m in every if m.op == "collective-permute"]
 
 
 def _first_words(text: str) -> str:
-    return " ".join(text.split())[:600] or "the compiler died"
+    return " ".join(text.split())[:600] or "the compiler crashed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ringjax aot`."""
-    parser.add_argument("--target", required=True, help="such as tpu:v5p:8x8x8 or cuda:h100:1x8x8")
-    parser.add_argument("--pass", dest="part", choices=("forward", "gradient", "both"), default="gradient")
+    """Adds the options of `ringjax aot`."""
+    parser.add_argument(
+        "--target", required=True, help="devices to compile for, such as tpu:v5p:8x8x8 or cuda:h100:1x8x8"
+    )
+    parser.add_argument(
+        "--pass", dest="part", choices=("forward", "gradient", "both"), default="gradient", help="(%(default)s)"
+    )
     add_job_arguments(parser, seq_len="1M", ring=None)
 
 
 def _check_target(name: str) -> None:
-    """Raises ValueError if there is no such target, or it has too many devices."""
+    """Raises `ValueError` if the target is unknown or has too many devices."""
     try:
         target = target_named(name)
     except ValueError as error:
@@ -285,7 +290,7 @@ def _check_target(name: str) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """`ringjax aot`."""
+    """Runs `ringjax aot`."""
     parts = ("forward", "gradient") if options.part == "both" else (options.part,)
     job = job_of(options)
     _check_target(options.target)

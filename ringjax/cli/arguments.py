@@ -1,4 +1,4 @@
-"""What commands are given: sizes, patterns, and the attention that a command is about."""
+"""Command-line arguments: sizes, patterns, and the attention that they describe."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _COUNT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _NUMBER = re.compile(r"([0-9]{1,3}(?:[,_][0-9]{3})+|[0-9]{1,40})(\.[0-9]{1,20})?\s*([A-Za-z]*)")
-# Limits keep a plan within seconds and its numbers within 64 bits; no real attention comes near them.
+# Limits that keep planning within seconds and numbers within 64 bits, far above any real workload.
 MOST_TOKENS = 2**31 - 1  # positions are 32-bit integers
 MOST_HEADS = 1024
 MOST_DEVICES = 2**16
-MOST_CPU_DEVICES = 256  # that one machine simulates
+MOST_CPU_DEVICES = 256  # simulated on one machine
 _MOST_BRANCHES = 16
 _MOST_CHUNK_HEADS = 2**22  # chunks of the ring times heads
 _MOST_MEMORY = 10**18
@@ -36,7 +36,7 @@ _MOST_SECONDS = 86400.0
 
 
 def parse_count(text: str, most: int = MOST_TOKENS) -> int:
-    """A count of tokens or rows: K, M and G are powers of 1024.
+    """Parses a count of tokens or devices; K, M and G are powers of 1024.
 
     Example:
         >>> parse_count("256K"), parse_count("1M"), parse_count("100000")
@@ -46,7 +46,7 @@ def parse_count(text: str, most: int = MOST_TOKENS) -> int:
 
 
 def parse_bytes(text: str) -> int:
-    """An amount of memory: GB are 10**9 bytes, GiB are 2**30.
+    """Parses an amount of memory; a GB is 10**9 bytes, a GiB is 2**30 bytes.
 
     Example:
         >>> parse_bytes("80GB"), parse_bytes("16GiB")
@@ -56,7 +56,7 @@ def parse_bytes(text: str) -> int:
 
 
 def parse_seconds(text: str) -> float:
-    """A time to measure for, from 0 to a day.
+    """Parses a duration in seconds, at most one day.
 
     Example:
         >>> parse_seconds("0.5")
@@ -87,10 +87,10 @@ def _parse(text: str, units: dict[str, int], wanted: str, most: int) -> int:
 def parse_pattern(
     text: str, seq_len: int, *, offsets: Offsets = "mod", heads: Heads = "all", mixing: Mixing = "exact"
 ) -> DilationPattern:
-    """A pattern: ``"longnet"``, ``"auto"`` (by the length), or segments and rates such as ``"2K/1,16K/4,T/16"``.
+    """Parses a pattern: ``"longnet"``, ``"auto"`` (chosen by length), or segments/rates such as ``"2K/1,16K/4,T/16"``.
 
     Args:
-        text: The pattern; T stands for the whole sequence.
+        text: The pattern, where T is the whole sequence.
         seq_len: Length of the sequence.
         offsets: As for `DilationPattern`.
         heads: As for `DilationPattern`.
@@ -116,13 +116,13 @@ def parse_pattern(
         lengths = tuple(seq_len if w.strip() == "T" else parse_count(w) for w, _ in pairs)
         rates = tuple(parse_count(r) for _, r in pairs)
     except ValueError as error:
-        raise ValueError(f"--pattern {text!r} is made of segment lengths and rates, each of which {error}") from None
+        raise ValueError(f"--pattern {text!r}: each segment length and rate {error}") from None
     return DilationPattern(lengths, rates, offsets=offsets, heads=heads, mixing=mixing)
 
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One attention on a ring of devices, as a command is told of it; see `ringjax.plan` for the names.
+    """An attention on a ring of devices, as described on the command line; the fields match those of `ringjax.plan`.
 
     Example:
         >>> Job(seq_len=65536, num_heads=8, head_dim=64, ring_size=4, pattern_text="2K/1,T/16").plan().branches[1].hops
@@ -151,28 +151,28 @@ class Job:
 
     @property
     def pattern(self) -> DilationPattern:
-        """The pattern for this length."""
-        how: dict[str, Any] = {"offsets": self.offsets, "heads": self.heads, "mixing": self.mixing}
-        return parse_pattern(self.pattern_text, self.seq_len, **how)
+        """The pattern at this sequence length."""
+        options: dict[str, Any] = {"offsets": self.offsets, "heads": self.heads, "mixing": self.mixing}
+        return parse_pattern(self.pattern_text, self.seq_len, **options)
 
     @property
     def hardware(self) -> Device | None:
-        """The device that was named, if any."""
+        """The figures of `device`, or None."""
         return None if self.device is None else DEVICES[self.device]
 
     @property
     def platform(self) -> Platform:
-        """Whose compiler makes the program; CPU where no device is named."""
+        """The platform that runs the program; CPU if no device is given."""
         return "cpu" if self.hardware is None else self.hardware.platform
 
     @property
     def memory_limit(self) -> int | None:
-        """Bytes that a device has: as given, or what the named device has."""
+        """Memory of a device in bytes: `memory` if given, otherwise that of `device`."""
         return self.memory if self.memory or self.hardware is None else self.hardware.memory_bytes
 
     @property
     def workload(self) -> Workload:
-        """The same for `ringjax._src.aot`."""
+        """The job as a workload for ahead-of-time compilation."""
         return Workload(
             self.pattern,
             self.seq_len,
@@ -189,10 +189,10 @@ class Job:
         )
 
     def plan(self) -> Plan:
-        """The plan; the memory limit is left out of it, as a program for another platform has its own.
+        """Returns the plan; it has no memory limit, which depends on the platform.
 
         Raises:
-            ValueError: If the job is not possible, or too large to plan.
+            ValueError: If the sizes are inconsistent, or the job is too large to plan.
         """
         chunks = layout_named(self.layout).multiple(self.ring_size)
         stored = self.stored_length or -(-self.seq_len // chunks) * chunks
@@ -223,15 +223,15 @@ class Job:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """An argument parser that reports errors on one line."""
 
     def error(self, message: str) -> NoReturn:
-        """Says what is wrong, and where the remedy stands."""
+        """Prints the error with a pointer to `--help` and exits."""
         self.exit(usage_error(self.prog, message))
 
 
 def checked(parse: Any) -> Any:  # noqa: ANN401 - what argparse takes for a type
-    """A parser of values for `argparse`, which then shows our sentence instead of its own."""
+    """Returns an `argparse` type whose errors show the message of `parse`."""
 
     def typed(text: str) -> Any:  # noqa: ANN401
         try:
@@ -243,7 +243,7 @@ def checked(parse: Any) -> Any:  # noqa: ANN401 - what argparse takes for a type
 
 
 def count(most: int = MOST_TOKENS) -> Any:  # noqa: ANN401
-    """A parser of counts for `argparse`."""
+    """Returns an `argparse` type for counts."""
     return checked(functools.partial(parse_count, most=most))
 
 
@@ -256,51 +256,59 @@ def add_job_arguments(
     """Adds the options that describe an attention.
 
     Args:
-        parser: What to add them to.
-        seq_len: Default length.
-        ring: Default size of the ring; None leaves the option out.
-        is_tuned: Leaves out what `ringjax tune` chooses by itself, or does not measure.
+        parser: The parser to extend.
+        seq_len: Default sequence length.
+        ring: Default ring size, or None to omit the option.
+        is_tuned: Whether to omit the options that `ringjax tune` chooses itself or does not measure.
         **defaults: Other defaults.
     """
     given = {"heads": "16", "head-dim": "128", "pattern": "longnet", "dtype": "bf16", **defaults}
-    group = parser.add_argument_group("the attention")
+    group = parser.add_argument_group("attention")
     group.add_argument(
-        "--seq-len", type=count(), default=seq_len, metavar="T", help="tokens: 65536, 256K, 1M (%(default)s)"
+        "--seq-len", type=count(), default=seq_len, metavar="T", help="sequence length: 65536, 256K, 1M (%(default)s)"
     )
     group.add_argument(
         "--heads", type=count(MOST_HEADS), default=given["heads"], metavar="N", help="query heads (%(default)s)"
     )
+    group.add_argument("--kv-heads", type=count(MOST_HEADS), metavar="K", help="key/value heads (same as --heads)")
     group.add_argument(
-        "--kv-heads", type=count(MOST_HEADS), metavar="K", help="key/value heads (as many as query heads)"
+        "--head-dim", type=count(2**16), default=given["head-dim"], metavar="H", help="head dimension (%(default)s)"
     )
-    group.add_argument("--head-dim", type=count(2**16), default=given["head-dim"], metavar="H", help="(%(default)s)")
     group.add_argument(
         "--batch", type=count(2**20), default="1", metavar="B", help="sequences per device (%(default)s)"
     )
     group.add_argument(
         "--pattern",
         default=given["pattern"],
-        help="longnet, auto (by the length), or segments/rates: 2K/1,16K/4,T/16, T being the sequence (%(default)s)",
+        help="longnet, auto (by length), or segments/rates: 2K/1,16K/4,T/16, where T is the sequence (%(default)s)",
     )
-    group.add_argument("--offsets", choices=get_args(Offsets), default="mod", help="(%(default)s)")
-    group.add_argument("--branch-heads", choices=get_args(Heads), default="all", help="(%(default)s)")
-    group.add_argument("--mixing", choices=get_args(Mixing), default="exact", help="(%(default)s)")
-    group.add_argument("--causal", action="store_true", help="a query sees no key after itself")
-    group.add_argument("--dtype", choices=DTYPES, default=given["dtype"], help="(%(default)s)")
+    group.add_argument("--offsets", choices=get_args(Offsets), default="mod", help="offset rule (%(default)s)")
+    group.add_argument("--branch-heads", choices=get_args(Heads), default="all", help="heads per branch (%(default)s)")
+    group.add_argument(
+        "--mixing", choices=get_args(Mixing), default="exact", help="how branches are combined (%(default)s)"
+    )
+    group.add_argument("--causal", action="store_true", help="causal attention")
+    group.add_argument("--dtype", choices=DTYPES, default=given["dtype"], help="dtype of the arrays (%(default)s)")
     if ring is not None:
         group.add_argument(
-            "--ring", type=count(MOST_DEVICES), default=ring, metavar="P", help="devices that share it (%(default)s)"
+            "--ring",
+            type=count(MOST_DEVICES),
+            default=ring,
+            metavar="P",
+            help="devices that share the sequence (%(default)s)",
         )
     if is_tuned:
         return
-    group.add_argument("--segment-ids", action="store_true", help="packed documents")
-    group.add_argument("--layout", choices=LAYOUTS, help="(zigzag if causal, else contiguous)")
-    group.add_argument("--strategy", choices=STRATEGIES, default="auto", help="(%(default)s)")
-    group.add_argument("--stored-length", type=count(), metavar="T", help="length with padding")
+    group.add_argument("--segment-ids", action="store_true", help="the sequence packs several documents")
+    group.add_argument("--layout", choices=LAYOUTS, help="sequence layout (zigzag if causal, else contiguous)")
+    group.add_argument(
+        "--strategy", choices=STRATEGIES, default="auto", help="how keys and values are exchanged (%(default)s)"
+    )
+    group.add_argument("--stored-length", type=count(), metavar="T", help="padded length")
 
 
 def job_of(options: argparse.Namespace, **changes: Any) -> Job:  # noqa: ANN401
-    """The attention that the options describe."""
+    """Returns the job described by parsed options."""
     named = {
         "seq_len": options.seq_len,
         "num_heads": options.heads,

@@ -1,4 +1,4 @@
-"""`ringjax doctor`: what there is, whether it computes rightly, and how fast: the first thing to run on a cluster."""
+"""`ringjax doctor`: reports versions and devices, checks results against the reference, and measures speed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ringjax.cli.arguments import MOST_CPU_DEVICES, count, duration
 from ringjax.cli.output import emit
 from ringjax.cli.running import (
     attention_on,
-    error_against_oracle,
+    error_against_reference,
     hop_bandwidth,
     median_seconds,
     on_devices,
@@ -34,18 +34,18 @@ from ringjax.cli.running import (
 )
 
 EXAMPLES = """examples:
-  ringjax doctor                       on the devices at hand
+  ringjax doctor                       on the available devices
   ringjax doctor --cpu-devices 8       on eight CPU devices of this machine
-  srun ringjax doctor --distributed    on all processes of a cluster; the first one prints
+  srun ringjax doctor --distributed    on all processes of a cluster; process 0 prints
 """
-CPU_DEVICES_HELP = "use so many CPU devices of this machine"
+CPU_DEVICES_HELP = "simulate N CPU devices on this machine"
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
-_LIMIT = 2e-5  # of float32 errors, at the highest precision of matrix multiplies
+_LIMIT = 2e-5  # for float32 at the highest matmul precision
 
 
 class Check(NamedTuple):
-    """Output and gradients against the dense oracle, in float32."""
+    """A comparison of output and gradients with the dense reference, in float32."""
 
     name: str
     error: float
@@ -53,20 +53,20 @@ class Check(NamedTuple):
 
     @property
     def passed(self) -> bool:
-        """Whether the error is small; NaN is not."""
+        """Whether the error is within the limit; False for NaN."""
         return self.error <= self.limit
 
 
 class Measurement(NamedTuple):
-    """What the devices did in a few seconds.
+    """A short performance measurement.
 
     Attributes:
-        about: What was computed.
-        tokens: Of the sequence.
-        training_seconds: Of one forward and backward pass.
-        training_tokens_per_second: Of all devices together.
-        message_bytes: Of one hop from each device to the next, or 0 where there is one device.
-        hop_bytes_per_second: Of each device, or None where there is one device.
+        about: Description of the workload.
+        tokens: Sequence length.
+        training_seconds: Time of one forward and backward pass.
+        training_tokens_per_second: Throughput of all devices together.
+        message_bytes: Size of the message of one hop, or 0 on a single device.
+        hop_bytes_per_second: Bandwidth of a hop per device, or None on a single device.
     """
 
     about: str
@@ -79,16 +79,16 @@ class Measurement(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """What `ringjax doctor` found.
+    """The report of `ringjax doctor`.
 
     Attributes:
-        versions: Of packages that matter, by name.
-        variables: Of the environment, those that matter and are set.
-        devices: What JAX tells of them.
-        kernels: For some dtypes and head dims: what computes blocks on these devices.
-        checks: Against the oracle.
-        measurement: A few seconds of work, or None if it was left out.
-        seconds: What all this took.
+        versions: Versions of the relevant packages, by name.
+        variables: The relevant environment variables that are set.
+        devices: Properties of the devices as reported by JAX.
+        kernels: The implementation used on these devices, for some dtypes and head dimensions.
+        checks: Comparisons with the reference.
+        measurement: Measured performance, or None if it was skipped.
+        seconds: Total time.
     """
 
     versions: dict[str, str]
@@ -105,11 +105,11 @@ class Diagnosis:
         return all(check.passed for check in self.checks)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, fit for JSON."""
+        """Returns a JSON-serializable dictionary."""
         checks = [{**check._asdict(), "passed": check.passed} for check in self.checks]
         measured = None if self.measurement is None else self.measurement._asdict()
-        own = {"command": "doctor", "is_well": self.is_well, "checks": checks, "measurement": measured}
-        return {**own, **{x: getattr(self, x) for x in ("versions", "variables", "devices", "kernels", "seconds")}}
+        data = {"command": "doctor", "is_well": self.is_well, "checks": checks, "measurement": measured}
+        return {**data, **{x: getattr(self, x) for x in ("versions", "variables", "devices", "kernels", "seconds")}}
 
     def __str__(self) -> str:
         lines = ["versions   " + ", ".join(f"{name} {version}" for name, version in self.versions.items())]
@@ -119,29 +119,29 @@ class Diagnosis:
         lines.append(f"links      {d['links']}")
         if d["memory_bytes"]:
             lines.append(f"memory     {bytes_text(d['memory_bytes'])} per device")
-        lines += [f"blocks     {case}: {what}" for case, what in self.kernels.items()]
+        lines += [f"kernels    {case}: {what}" for case, what in self.kernels.items()]
         for check in self.checks:
-            verdict = "right" if check.passed else "WRONG"
-            lines.append(f"check      {check.name}: {verdict} (error {check.error:.1e}, at most {check.limit:.0e})")
+            verdict = "passed" if check.passed else "FAILED"
+            lines.append(f"check      {check.name}: {verdict} (error {check.error:.1e}, limit {check.limit:.0e})")
         m = self.measurement
         if m is not None:
             lines.append(f"speed      {m.about}: {m.training_seconds:.3g} s forward and backward,")
             lines.append(f"           {m.training_tokens_per_second:,.0f} tokens/s")
             if m.hop_bytes_per_second is not None:
                 speed = m.hop_bytes_per_second / 1e9
-                lines.append(f"hop        {speed:.2f} GB/s from each device, {bytes_text(m.message_bytes)} at a time")
-        verdict = "All is well." if self.is_well else "Something is WRONG: please report it with this text."
+                lines.append(f"hop        {speed:.2f} GB/s per device, messages of {bytes_text(m.message_bytes)}")
+        verdict = "All checks passed." if self.is_well else "Some checks FAILED: please report this output."
         return "\n".join([*lines, f"{verdict} ({self.seconds:.0f} s)"])
 
 
 def examine(seconds: float = 10.0) -> Diagnosis:
-    """Looks at the devices at hand, checks the attention on them against the oracle and measures it.
+    """Inspects the available devices, checks the attention against the reference and measures it.
 
     Args:
-        seconds: About how long to measure; 0 leaves it out.
+        seconds: Approximate measurement time; 0 skips the measurement.
 
     Returns:
-        What was found.
+        The report.
     """
     begin = time.perf_counter()
     versions = {"ringjax": ringjax.__version__, "python": platform.python_version()}
@@ -172,23 +172,23 @@ def _devices() -> dict[str, Any]:
 
 
 def _links(devices: list[Any]) -> str:
-    """What JAX tells of how devices are wired."""
+    """Describes the links between devices, as far as JAX knows them."""
     if hasattr(devices[0], "coords"):
         grid = np.array([device.coords for device in devices]).max(axis=0) + 1
         return f"a grid of {'x'.join(map(str, grid))} chips"
     if devices[0].platform == "cpu":
-        return "none: CPU devices share the memory and the cores of a machine"
+        return "none: CPU devices share the memory and cores of the machine"
     slices = {getattr(device, "slice_index", device.process_index) for device in devices}
-    return f"{len(slices)} machine(s) or slice(s); JAX does not tell how their devices are linked"
+    return f"{len(slices)} machine(s) or slice(s); JAX does not report their links"
 
 
 def _kernels() -> dict[str, str]:
     kind = jax.default_backend()
     if kind == "cpu":
         reason = build.why_not()
-        return {"all": f"plain XLA: {reason}" if reason else "kernels in C++, compiled for this machine"}
+        return {"all": f"plain XLA: {reason}" if reason else "C++ kernels compiled for this machine"}
     if kind not in ("tpu", "gpu"):
-        return {"all": f"plain XLA: there are no kernels for {kind}"}
+        return {"all": f"plain XLA: no kernels for {kind}"}
     target: Target = "tpu" if kind == "tpu" else "gpu"
     found = {}
     for dtype in ("bfloat16", "float32"):
@@ -199,13 +199,13 @@ def _kernels() -> dict[str, str]:
 
 
 def _check(size: int) -> Check:
-    """One branch in every chunk and one over the whole sequence, causal, with grouped queries."""
-    chunk = 64 if size <= 32 else 16  # the oracle is dense
+    """Checks one local branch and one that spans the sequence, causal, with grouped-query attention."""
+    chunk = 64 if size <= 32 else 16  # the reference is dense
     length = 2 * size * chunk
     devices = [jax.local_devices()[0]] if size == 1 else None
     ring = Ring(ring_mesh(devices), layout="zigzag")
     pattern = DilationPattern((chunk, length), (1, 4))
-    error = error_against_oracle(ring, pattern, random_arrays(length, 4, 32, kv_heads=2), is_causal=True)
+    error = error_against_reference(ring, pattern, random_arrays(length, 4, 32, kv_heads=2), is_causal=True)
     where = "one device" if size == 1 else f"a ring of {size} devices, zigzag"
     return Check(f"{length} tokens on {where}, forward and gradient", error, _LIMIT)
 
@@ -227,16 +227,16 @@ def _measure(seconds: float) -> Measurement:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ringjax doctor`."""
+    """Adds the options of `ringjax doctor`."""
     parser.add_argument("--cpu-devices", type=count(MOST_CPU_DEVICES), metavar="N", help=CPU_DEVICES_HELP)
     parser.add_argument("--distributed", action="store_true", help="join the processes of a cluster first")
     parser.add_argument(
-        "--seconds", type=duration, default=10.0, help="how long to measure; 0: not at all (%(default)s)"
+        "--seconds", type=duration, default=10.0, help="measurement time; 0 skips the measurement (%(default)s)"
     )
 
 
 def run(options: argparse.Namespace) -> int:
-    """`ringjax doctor`."""
+    """Runs `ringjax doctor`."""
     use_devices(options.cpu_devices, is_distributed=options.distributed)
     found = examine(options.seconds)
     if jax.process_index() == 0:
@@ -246,14 +246,15 @@ def run(options: argparse.Namespace) -> int:
 
 
 def use_devices(cpu_devices: int | None, *, is_distributed: bool = False) -> None:
-    """Starts JAX.
+    """Initializes JAX.
 
     Args:
-        cpu_devices: Number of CPU devices to start with, or None for the devices at hand.
+        cpu_devices: Number of CPU devices to simulate, or None for the available devices.
         is_distributed: Whether to join the processes of a cluster.
 
     Raises:
-        ValueError: If JAX has already started with another number of devices, finds no cluster, or cannot start.
+        ValueError: If JAX is already initialized with another number of devices, does not detect a cluster, or cannot
+            initialize its devices.
     """
     if cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
@@ -261,7 +262,7 @@ def use_devices(cpu_devices: int | None, *, is_distributed: bool = False) -> Non
             jax.config.update("jax_num_cpu_devices", cpu_devices)
         except RuntimeError:
             if jax.device_count() != cpu_devices:
-                raise ValueError(f"--cpu-devices must be given before JAX starts, got {cpu_devices}") from None
+                raise ValueError(f"--cpu-devices must be set before JAX is initialized, got {cpu_devices}") from None
     if is_distributed:
         try:
             jax.distributed.initialize(initialization_timeout=60)
@@ -270,4 +271,4 @@ def use_devices(cpu_devices: int | None, *, is_distributed: bool = False) -> Non
     try:
         jax.devices()
     except RuntimeError as error:
-        raise ValueError(f"JAX cannot start its devices: {error}") from None
+        raise ValueError(f"JAX cannot initialize its devices: {error}") from None

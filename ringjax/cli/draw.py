@@ -1,4 +1,4 @@
-"""`ringjax draw`: pictures of a pattern (who sees whom, what is covered) and of a ring (who computes what, when)."""
+"""`ringjax draw`: draws the mask and coverage of a pattern, and the schedule of a ring."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ EXAMPLES = """examples:
   ringjax draw ring --seq-len 64K --pattern 2K/1,16K/4,T/16 --ring 8 --causal -o ring.png
   ringjax draw mask --seq-len 32 --pattern 8/1,T/4 --heads 2 --causal --ascii
 """
-_COLOURS = ("#ffffff", "#1b4f8a", "#d98c21", "#4f9d69", "#a23b72", "#7a7a7a", "#c95d63", "#5b8e7d", "#8d6a9f")
+_COLORS = ("#ffffff", "#1b4f8a", "#d98c21", "#4f9d69", "#a23b72", "#7a7a7a", "#c95d63", "#5b8e7d", "#8d6a9f")
 _SHADES = " ░▒▓█"
-_DIGITS = "." + string.digits[1:] + string.ascii_lowercase  # of branches in text
-_POSITIONS = 64  # that are shown of a coverage
-_MOST_HEADS = 256  # that are shown of a coverage
-_MOST_PIECES = 2**16  # segments times heads of a ring, each of which is looked at by itself
+_DIGITS = "." + string.digits[1:] + string.ascii_lowercase  # symbols of branches in text
+_POSITIONS = 64  # shown in a coverage picture
+_MOST_HEADS = 256  # shown in a coverage picture
+_MOST_PIECES = 2**16  # segments times heads, which are processed one by one
 
 
 def draw(what: str, job: Job, path: pathlib.Path) -> None:
-    """Draws a picture to a file, PNG or SVG by its name.
+    """Draws a picture to a PNG or SVG file.
 
     Args:
         what: ``"mask"``, ``"coverage"`` or ``"ring"``.
         job: The attention to draw.
-        path: The file.
+        path: The file; its suffix selects the format.
 
     Raises:
         ModuleNotFoundError: If matplotlib is not installed.
         OSError: If the file cannot be written.
-        ValueError: If the attention cannot be drawn, or the file is none of .png or .svg that can be written.
+        ValueError: If the attention is too large to draw, or `path` is not a writable .png or .svg file.
     """
     check_output(path, (".png", ".svg"))
     _check(what, job)
@@ -60,25 +60,27 @@ def draw(what: str, job: Job, path: pathlib.Path) -> None:
 
 
 def _check(what: str, job: Job) -> None:
-    """Raises ValueError if the attention is not possible, or has too much to draw."""
+    """Raises `ValueError` if the attention is invalid or too large to draw."""
     if what == "ring" and not 2 <= job.ring_size <= 64:
         raise ValueError(f"--ring must be from 2 to 64 to draw a ring, got {job.ring_size}")
     if what == "mask":
         check_length(job)
     heads = job.num_kv_heads or job.num_heads
     if what == "coverage" and heads > _MOST_HEADS:
-        raise ValueError(f"--kv-heads (by default --heads) must be at most {_MOST_HEADS} to draw them, got {heads}")
+        raise ValueError(
+            f"--kv-heads (by default --heads) must be at most {_MOST_HEADS} to draw the coverage, got {heads}"
+        )
     for branch in job.plan().branches:
         pieces = -(-job.seq_len // branch.segment_length) * heads
         if what == "ring" and pieces > _MOST_PIECES:
             raise ValueError(
                 f"--pattern must have longer segments to draw a ring of {job.seq_len} positions: branch "
-                f"{branch.segment_length}/{branch.rate} has {pieces:,} segments in all heads, at most {_MOST_PIECES:,}"
+                f"{branch.segment_length}/{branch.rate} has {pieces:,} segments over all heads, limit {_MOST_PIECES:,}"
             )
 
 
 def in_text(what: str, job: Job) -> str:
-    """The same for a terminal.
+    """Returns a picture as text for a terminal.
 
     Example:
         >>> print(in_text("mask", Job(4, num_heads=1, pattern_text="2/1,4/2", is_causal=True)))
@@ -101,7 +103,7 @@ def _names(job: Job) -> list[str]:
     return [f"{b.segment_length}/{b.rate}" for b in branches]
 
 
-def _draw_mask(figure: Any, job: Job) -> None:  # noqa: ANN401 - matplotlib is not there for everyone
+def _draw_mask(figure: Any, job: Job) -> None:  # noqa: ANN401 - matplotlib is optional
     from matplotlib.colors import ListedColormap  # noqa: PLC0415
     from matplotlib.patches import Patch  # noqa: PLC0415
 
@@ -109,17 +111,19 @@ def _draw_mask(figure: Any, job: Job) -> None:  # noqa: ANN401 - matplotlib is n
     masks = mask_of(job, heads)
     figure.set_size_inches(3.1 * heads + 0.4, 4.1)
     panels = figure.subplots(1, heads, squeeze=False, sharey=True)[0]
-    shades = [_COLOURS[1 + i % 8] for i in range(len(names))]
-    colours = ListedColormap([_COLOURS[0], *shades])
+    shades = [_COLORS[1 + i % 8] for i in range(len(names))]
+    colors = ListedColormap([_COLORS[0], *shades])
     for head, panel in enumerate(panels):
-        panel.imshow(masks[head], cmap=colours, vmin=-0.5, vmax=len(names) + 0.5, interpolation="nearest")
+        panel.imshow(masks[head], cmap=colors, vmin=-0.5, vmax=len(names) + 0.5, interpolation="nearest")
         panel.set_title(f"head {head}", fontsize=11)
         panel.set_xlabel("key position")
     panels[0].set_ylabel("query position")
     keys = [Patch(color=shades[i], label=f"segments of {w}, every {_nth(r)} row") for i, (w, r) in _pairs(names)]
     figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), heads + 1), frameon=False, fontsize=10)
     causal = "causal " if job.is_causal else ""
-    figure.suptitle(f"Who sees whom: {causal}dilated attention over {job.seq_len} positions", fontsize=12)
+    figure.suptitle(
+        f"Which keys each query attends to: {causal}dilated attention, {job.seq_len} positions", fontsize=12
+    )
 
 
 def _pairs(names: list[str]) -> list[tuple[int, tuple[int, int]]]:
@@ -142,8 +146,8 @@ def _draw_coverage(figure: Any, job: Job) -> None:  # noqa: ANN401
     figure.set_size_inches(11, 1.9 + max(2.0, 0.16 * len(table)))
     left, right = figure.subplots(1, 2, width_ratios=(1.25, 1))
     blues = ["#ffffff", "#bcd4ea", "#7fb0db", "#3f83c0", "#1b4f8a", "#0b2d57"]
-    colours = ListedColormap([blues[min(i, 5)] for i in range(most + 1)])
-    shown = left.imshow(table, cmap=colours, vmin=-0.5, vmax=most + 0.5, aspect="auto", interpolation="nearest")
+    colors = ListedColormap([blues[min(i, 5)] for i in range(most + 1)])
+    shown = left.imshow(table, cmap=colors, vmin=-0.5, vmax=most + 0.5, aspect="auto", interpolation="nearest")
     left.set(
         xlabel="position", ylabel="key/value head", title=f"Branches that select a position (first {table.shape[1]})"
     )
@@ -152,13 +156,13 @@ def _draw_coverage(figure: Any, job: Job) -> None:  # noqa: ANN401
     bar.ax.tick_params(labelsize=9)
     bar.set_label("branches", fontsize=9)
     for i, branch in enumerate(reach):
-        right.barh(i, branch.distance, height=0.62, color=_COLOURS[1 + i % 8])
+        right.barh(i, branch.distance, height=0.62, color=_COLORS[1 + i % 8])
         text = "every key" if branch.density == 1 else f"1 key in {round(1 / branch.density)}"
         right.text(1.25, i, text, va="center", color="white", fontsize=9, fontweight="bold")
     right.set_yticks(range(len(reach)), [branch.name for branch in reach])
     right.set_xscale("log", base=2)
-    right.set(xlim=(1, 2 * max(branch.distance for branch in reach)), xlabel="positions between query and key, at most")
-    right.set(ylabel="segment / rate", title="How far a query sees, and how densely")
+    right.set(xlim=(1, 2 * max(branch.distance for branch in reach)), xlabel="maximum distance between query and key")
+    right.set(ylabel="segment / rate", title="Reach of a query and key density")
     right.invert_yaxis()
     right.spines[["top", "right"]].set_visible(False)
     figure.suptitle(_coverage_line(job), fontsize=12)
@@ -168,7 +172,7 @@ def _coverage_line(job: Job) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         heads = job.num_kv_heads or job.num_heads
-        most = 2**28 // (heads * len(job.pattern.segment_lengths))  # looked at within seconds
+        most = 2**28 // (heads * len(job.pattern.segment_lengths))  # counted within seconds
         found = job.pattern.coverage(heads, min(job.seq_len, 2**22, most))
     return f"{found.share:.1%} of (position, head) pairs covered; reach {found.reach:,} of {job.seq_len:,} positions"
 
@@ -178,58 +182,58 @@ def _draw_ring(figure: Any, job: Job) -> None:  # noqa: ANN401
     widths = [max(1.6, 0.8 + 0.42 * s.group) for s in schedules]
     figure.set_size_inches(2.4 + sum(widths), 2.0 + max(2.2, 0.34 * job.ring_size))
     panels = figure.subplots(1, 1 + len(schedules), width_ratios=(1.5, *widths), squeeze=False)[0]
-    colours = _device_colours(job.ring_size)
-    _draw_layout(panels[0], job, colours)
+    colors = _device_colors(job.ring_size)
+    _draw_layout(panels[0], job, colors)
     for panel, schedule in zip(panels[1:], schedules, strict=True):
-        _draw_schedule(panel, schedule, colours)
+        _draw_schedule(panel, schedule, colors)
     causal = "causal, " if job.is_causal else ""
     figure.suptitle(
         f"{job.seq_len:,} positions over a ring of {job.ring_size} devices ({causal}{job.layout})", fontsize=12
     )
     figure.supxlabel(
-        "A number and its colour: whose keys a device has. At each hop it hands them to the next device of its ring.\n"
-        "Full colour: most work at a hop; pale: less; white: none. Blue lines part rings that run side by side.",
+        "Numbers and colors: the device that the current keys came from. At each hop, keys move to the next device.\n"
+        "Full color: most work in a hop; pale: less; white: none. Blue lines separate independent rings.",
         fontsize=9,
     )
 
 
-def _device_colours(number: int) -> np.ndarray:
-    """One colour for each device, (devices, 3): light enough for dark numbers."""
+def _device_colors(number: int) -> np.ndarray:
+    """Returns one color per device, (devices, 3), light enough for dark text."""
     from matplotlib import colormaps  # noqa: PLC0415
 
     return np.asarray(colormaps["turbo"](np.linspace(0.12, 0.88, number)))[:, :3] * 0.62 + 0.38
 
 
-def _draw_layout(panel: Any, job: Job, colours: np.ndarray) -> None:  # noqa: ANN401
-    """Which chunks of the sequence a device holds."""
+def _draw_layout(panel: Any, job: Job, colors: np.ndarray) -> None:  # noqa: ANN401
+    """Draws the chunks of the sequence that each device holds."""
     chunks = _chunks(job)
-    panel.imshow(np.repeat(colours[:, None], chunks.shape[1], axis=1), aspect="auto", interpolation="nearest")
+    panel.imshow(np.repeat(colors[:, None], chunks.shape[1], axis=1), aspect="auto", interpolation="nearest")
     for (device, nth), chunk in np.ndenumerate(chunks):
         if job.ring_size <= 32:
             panel.text(nth, device, str(chunk), ha="center", va="center", fontsize=8)
     panel.set_xticks([])
-    panel.set_xlabel("of the sequence", fontsize=9)
+    panel.set_xlabel("chunk index", fontsize=9)
     panel.set_title("chunks held", fontsize=10)
     panel.set_ylabel("device")
     panel.yaxis.get_major_locator().set_params(integer=True)
 
 
-def _draw_schedule(panel: Any, schedule: Schedule, colours: np.ndarray) -> None:  # noqa: ANN401
+def _draw_schedule(panel: Any, schedule: Schedule, colors: np.ndarray) -> None:  # noqa: ANN401
     share = (schedule.work / max(schedule.work.max(), 1.0))[..., None]
     strength = np.where(share > 0, 0.25 + 0.75 * share, 0.0)
-    cells = strength * colours[schedule.source] + (1 - strength)
+    cells = strength * colors[schedule.source] + (1 - strength)
     panel.imshow(cells, aspect="auto", interpolation="nearest")
     if schedule.group <= 16 and len(cells) <= 32:
         for (device, hop), source in np.ndenumerate(schedule.source):
-            colour = "black" if share[device, hop, 0] else "#b0b0b0"
-            panel.text(hop, device, str(source), ha="center", va="center", fontsize=8, color=colour)
+            color = "black" if share[device, hop, 0] else "#b0b0b0"
+            panel.text(hop, device, str(source), ha="center", va="center", fontsize=8, color=color)
     for device in range(schedule.group, len(cells), schedule.group):
         if schedule.group > 1:
             panel.axhline(device - 0.5, color="#1b4f8a", linewidth=2)
     panel.set_title(f"{schedule.name}\n{schedule.where}", fontsize=10)
     if schedule.where == "local":
         panel.set_xticks([])
-        panel.set_xlabel("nothing travels", fontsize=9)
+        panel.set_xlabel("no communication", fontsize=9)
     else:
         panel.set_xlabel(f"hop ({bytes_text(schedule.hop_bytes)} each)", fontsize=9)
         panel.xaxis.get_major_locator().set_params(integer=True)
@@ -241,7 +245,7 @@ def _schedules(job: Job) -> list[Schedule]:
 
 
 def _chunks(job: Job) -> np.ndarray:
-    """Chunks of the sequence, (devices, chunks of each)."""
+    """Returns the indices of the chunks held by each device, (devices, chunks per device)."""
     return np.array(layout_named(job.layout).order(job.ring_size)).reshape(job.ring_size, -1)
 
 
@@ -266,11 +270,11 @@ def _reach_line(branch: Reach) -> str:
 
 
 def _ring_text(job: Job) -> str:
-    lines = ["device: chunks of the sequence"]
+    lines = ["device: chunks held"]
     lines += [f"{device:6d}: {' '.join(map(str, held))}" for device, held in enumerate(_chunks(job))]
     for s in _schedules(job):
-        travels = "nothing travels" if s.where == "local" else f"{bytes_text(s.hop_bytes)} per hop"
-        lines += ["", f"{s.name}: {s.where}, {travels}; whose keys a device has, hop by hop, and how much it works:"]
+        sent = "no communication" if s.where == "local" else f"{bytes_text(s.hop_bytes)} per hop"
+        lines += ["", f"{s.name}: {s.where}, {sent}; source of the keys at each hop, and relative work:"]
         shade = np.ceil(s.work / max(s.work.max(), 1.0) * (len(_SHADES) - 1)).astype(int)
         for device, row in enumerate(s.source):
             cells = (f"{source:3d}{_SHADES[shade[device, hop]]}" for hop, source in enumerate(row))
@@ -279,23 +283,25 @@ def _ring_text(job: Job) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ringjax draw`."""
-    parser.add_argument("what", choices=("mask", "coverage", "ring"), help="what to draw")
+    """Adds the options of `ringjax draw`."""
+    parser.add_argument("what", choices=("mask", "coverage", "ring"), help="picture to draw")
     add_job_arguments(parser, seq_len="64", ring="8", heads="4", pattern="8/1,32/2,T/4")
-    parser.add_argument("-o", "--output", type=pathlib.Path, metavar="FILE", help=".png or .svg (ringjax-WHAT.png)")
-    parser.add_argument("--ascii", action="store_true", help="draw in the terminal instead")
+    parser.add_argument(
+        "-o", "--output", type=pathlib.Path, metavar="FILE", help=".png or .svg file (ringjax-WHAT.png)"
+    )
+    parser.add_argument("--ascii", action="store_true", help="print as text instead")
 
 
 def run(options: argparse.Namespace) -> int:
-    """`ringjax draw`."""
+    """Runs `ringjax draw`."""
     job = job_of(options)
     if options.ascii and options.output:
-        raise ValueError(f"--output must be left out with --ascii, got {str(options.output)!r}")
+        raise ValueError(f"--output must not be given with --ascii, got {str(options.output)!r}")
     if options.ascii:
         text = in_text(options.what, job)
         emit(options, {"command": "draw", "what": options.what, "text": text}, text)
         return 0
     path = options.output or pathlib.Path(f"ringjax-{options.what}.png")
     draw(options.what, job, path)
-    emit(options, {"command": "draw", "what": options.what, "file": str(path)}, f"Drawn: {path}")
+    emit(options, {"command": "draw", "what": options.what, "file": str(path)}, f"Saved {path}.")
     return 0

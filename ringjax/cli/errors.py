@@ -1,11 +1,11 @@
-"""Errors as one line on standard error, in terms of the options that the user typed."""
+"""One-line errors on standard error, in terms of command-line options."""
 
 from __future__ import annotations
 
 import re
 import sys
 
-# The arguments of the library's functions, as its errors name them, and the options that set them.
+# Arguments named in the errors of the library, and the options that set them.
 _OPTIONS = {
     "seq_len": "--seq-len",
     "max_len": "--seq-len",
@@ -32,15 +32,15 @@ _OPTIONS = {
     "name": "--target",
 }
 _ARGUMENT = re.compile(r'`(\w+)(?:\[\d+\])?(?:="?(\w+)"?)?`')
-_LONGEST = 1000  # characters of a line
+_LONGEST = 1000  # characters per line
 
 
 def in_options(text: str, **changes: str) -> str:
-    """Returns an error message of the library with options in place of Python arguments.
+    """Replaces Python arguments in an error message by command-line options.
 
     Args:
         text: The message, with arguments in backticks.
-        **changes: Options of this command that differ from the usual ones, by argument.
+        **changes: Options that differ for this command, by argument.
 
     Example:
         >>> in_options("`num_heads` must be a multiple of `num_kv_heads`, got 16 and 3.")
@@ -70,12 +70,12 @@ def one_line(text: str) -> str:
 
 
 def report(program: str, message: str) -> None:
-    """Prints an error on standard error, if there is one."""
+    """Prints an error on standard error, if that is open."""
     if sys.stderr is not None:
         print(f"{program}: {message}", file=sys.stderr)
 
 
 def usage_error(program: str, message: str) -> int:
-    """Prints what is wrong with the input of a program and returns its exit code, 2."""
+    """Prints a usage error of a program and returns exit code 2."""
     report(program, f"error: {one_line(message)} (see {program} --help)")
     return 2

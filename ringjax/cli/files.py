@@ -1,4 +1,4 @@
-"""Files that commands write: checked before any work is done, replaced as a whole."""
+"""Output files: checked before any work is done, replaced atomically."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ def check_output(path: pathlib.Path, suffixes: tuple[str, ...] = ()) -> None:
 
     Args:
         path: The file.
-        suffixes: How its name must end, if not empty.
+        suffixes: Allowed suffixes, or empty for any.
 
     Raises:
         ValueError: If the name has another suffix, or the path cannot be written: it is a directory or a pipe, its
-            folder does not exist, or permissions forbid it.
+            directory does not exist, or permissions forbid it.
 
     Example:
         >>> check_output(pathlib.Path("picture.gif"), (".png", ".svg"))
@@ -35,7 +35,7 @@ def check_output(path: pathlib.Path, suffixes: tuple[str, ...] = ()) -> None:
 
 
 def write_output(path: pathlib.Path, data: bytes) -> None:
-    """Writes a file as a whole: if that fails, an older file of this name is left as it was.
+    """Writes a file atomically: if that fails, an existing file is left unchanged.
 
     Raises:
         OSError: If the file cannot be written.
@@ -53,7 +53,7 @@ def write_output(path: pathlib.Path, data: bytes) -> None:
 
 
 def _target(path: pathlib.Path) -> pathlib.Path:
-    """The file itself where the path is a symbolic link, which is to stay one."""
+    """Resolves symbolic links, which are kept when their target is replaced."""
     return pathlib.Path(os.path.realpath(path))
 
 
@@ -70,5 +70,5 @@ def _try_to_open(path: pathlib.Path) -> None:
         with path.open("ab"):
             pass
     if mode is None or stat.S_ISREG(mode):
-        with tempfile.TemporaryFile(dir=path.parent):  # the file is replaced, so its folder must be writable
+        with tempfile.TemporaryFile(dir=path.parent):  # the file is replaced, so its directory must be writable
             pass

@@ -1,8 +1,8 @@
-"""What the makers say of their devices: peak figures, for estimates.
+"""Peak figures of accelerators, for estimates.
 
-The figures are those of the makers' public data sheets: NVIDIA's of A100 80GB SXM, H100 SXM and DGX B200 (dense), and
-Google's "System architecture" pages of Cloud TPU v5e, v5p and v6e. A ring uses one link in one direction: on TPUs that
-is the bidirectional bandwidth of a chip over twice its ports.
+The figures come from the vendors' public data sheets: NVIDIA A100 80GB SXM, H100 SXM and DGX B200 (dense), and the
+"System architecture" pages of Google Cloud TPU v5e, v5p and v6e. A ring uses one link in one direction: on TPUs that
+is the bidirectional bandwidth of a chip divided by twice its number of ports.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ class Device:
     """Peak figures of one device.
 
     Attributes:
-        name: What it is called here.
-        platform: Whose compiler it needs.
-        half_flops: Flops per second of bfloat16 and float16.
-        float_flops: Flops per second of float32 as the kernels take it.
-        memory_bytes: Device memory.
-        bandwidth: Bytes per second from device memory.
-        link: Bytes per second to the next device of a ring, one direction.
-        machine_size: Devices that are linked by `link`; larger rings leave the machine. None: all of them.
+        name: Name on the command line.
+        platform: Platform of the device.
+        half_flops: Flops per second in bfloat16 and float16.
+        float_flops: Flops per second in float32, at the precision that the kernels use.
+        memory_bytes: Size of device memory.
+        bandwidth: Bytes per second to and from device memory.
+        link: Bytes per second to the next device of a ring, in one direction.
+        machine_size: Number of devices connected by `link`; larger rings span machines. None if all devices are.
         machine_link: Bytes per second per device between machines.
     """
 
@@ -43,11 +43,11 @@ class Device:
     machine_link: float = 0.0
 
     def flops(self, dtype: str) -> float:
-        """Peak flops per second for a dtype."""
+        """Returns the peak flops per second for a dtype."""
         return self.half_flops if dtype in ("bfloat16", "float16") else self.float_flops
 
     def hop_bandwidth(self, group: int) -> float:
-        """Bytes per second of the slowest hop in rings of `group` neighboring devices.
+        """Returns the bytes per second of the slowest hop in rings of `group` neighboring devices.
 
         Example:
             >>> DEVICES["h100"].hop_bandwidth(8) / 10**9, DEVICES["h100"].hop_bandwidth(16) / 10**9
@@ -58,14 +58,14 @@ class Device:
 
 
 def _gpu(name: str, half: float, single: float, nvlink: float, network: float) -> Device:
-    """NVLink's figure is that of both directions; the network's is of one adapter per GPU, one direction."""
+    """Returns a GPU; `nvlink` counts both directions, `network` is one adapter per GPU in one direction."""
     facts = CUDA_TARGETS[name.upper()].facts
     memory, bandwidth = facts.memory_bytes, facts.bandwidth
     return Device(name, "cuda", half * TERA, single * TERA, memory, bandwidth, nvlink / 2 * GIGA, 8, network * GIGA)
 
 
 def _tpu(name: str, half: float, bandwidth: float, links: float, ports: int) -> Device:
-    """float32 is multiplied in six passes of bfloat16, which is what the kernels ask for."""
+    """Returns a TPU; the kernels multiply float32 in six bfloat16 passes."""
     memory = TPU_CHIPS[name].hbm_bytes
     return Device(name, "tpu", half * TERA, half * TERA / 6, memory, bandwidth * GIGA, links / (2 * ports) * GIGA)
 

@@ -1,4 +1,4 @@
-"""What commands print: text or JSON on standard output."""
+"""Output of commands: text or JSON on standard output."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rich.console import Console
 from rich.table import Table
 
 WIDTH = 120
-# What tables and pictures are drawn with, for terminals that have no such characters.
+# ASCII replacements for the characters of tables and pictures.
 _ASCII = str.maketrans("─━│┃…×░▒▓█", "--||.x.:+#") | dict.fromkeys(map(ord, "┌┐└┘├┤┬┴┼┏┓┗┛┡┩┢┪┳┻╇╈"), "+")
 
 
 def emit(options: argparse.Namespace, data: dict[str, Any], text: str) -> None:
-    """Prints the result of a command, as JSON if that was asked for."""
+    """Prints the result of a command, as JSON if requested."""
     text = json.dumps(data, indent=1) if options.json else text
     try:
         print(encodable(text, sys.stdout.encoding))
@@ -29,10 +29,10 @@ def emit(options: argparse.Namespace, data: dict[str, Any], text: str) -> None:
 
 
 def flush_stdout() -> None:
-    """Flushes standard output, while an error can still be reported.
+    """Flushes standard output while errors can still be reported.
 
     Raises:
-        BrokenPipeError: If the reader is gone.
+        BrokenPipeError: If standard output is a closed pipe.
         ValueError: If standard output cannot be written for another reason.
     """
     try:
@@ -42,7 +42,7 @@ def flush_stdout() -> None:
 
 
 def _output_error(error: OSError) -> OSError | ValueError:
-    """The error to raise for one of standard output, which is discarded so that Python does not report it again."""
+    """Returns the error to raise; discards standard output so that Python does not report it again at exit."""
     discard_stdout()
     if isinstance(error, BrokenPipeError):
         return error
@@ -50,14 +50,14 @@ def _output_error(error: OSError) -> OSError | ValueError:
 
 
 def discard_stdout() -> None:
-    """Sends what is left in the buffer of standard output, and all that follows, to the null device."""
+    """Redirects standard output, including its buffer, to the null device."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    r"""Returns a text that an encoding can express: with ASCII frames, and escapes for what is left.
+    r"""Makes text encodable: draws frames in ASCII and escapes other characters if needed.
 
     Example:
         >>> encodable("┃ 1.5 │ \udcff", "ascii")
@@ -73,16 +73,16 @@ def encodable(text: str, encoding: str | None) -> str:
 
 
 def table_text(table: Table) -> str:
-    """A table as text, at most 120 columns wide."""
+    """Returns a table as text, at most 120 columns wide."""
     out = io.StringIO()
-    # cells may hold what the user typed, which is no markup
+    # cells may contain user input, which is not markup
     console = Console(file=out, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
     console.print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def seconds_text(seconds: float) -> str:
-    """A time.
+    """Formats a duration.
 
     Example:
         >>> seconds_text(0.00123), seconds_text(12.5)

@@ -1,4 +1,4 @@
-"""What pictures of a pattern and of a ring show, as numbers: who sees whom, who is covered, who works when."""
+"""The data behind the pictures: masks, coverage and ring schedules."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ringjax._src.pattern import Branch, selected_before
 from ringjax._src.planning.plan import BranchPlan
 from ringjax.cli.arguments import Job
 
-LONGEST = 1024  # positions of a mask that can be drawn
+LONGEST = 1024  # positions in a mask
 
 
 def mask_of(job: Job, heads: int) -> np.ndarray:
-    """For the first heads, which branch is the first to see each pair: (heads, query, key), from 1 on; 0 for none.
+    """Returns the first branch (from 1) that contains each pair, 0 for none: (heads, query, key), for the first heads.
 
     Raises:
         ValueError: If the sequence is too long to draw.
@@ -42,24 +42,24 @@ def mask_of(job: Job, heads: int) -> np.ndarray:
 
 
 def check_length(job: Job) -> None:
-    """Raises ValueError if the sequence is too long to draw its mask."""
+    """Raises `ValueError` if the sequence is too long to draw its mask."""
     if job.seq_len > LONGEST:
         raise ValueError(
-            f"--seq-len must be at most {LONGEST} to draw a mask, got {job.seq_len}: draw the pattern scaled down, "
-            "such as --seq-len 64 --pattern 8/1,32/2,T/4"
+            f"--seq-len must be at most {LONGEST} to draw a mask, got {job.seq_len}: scale the pattern down, "
+            "for example --seq-len 64 --pattern 8/1,32/2,T/4"
         )
 
 
 def selected(branch: Branch, head: int, p: np.ndarray) -> np.ndarray:
-    """Which positions a branch selects for a key/value head."""
-    place = head - branch.first_head
-    if not 0 <= place < branch.num_heads:
+    """Returns whether a branch selects each position for a key/value head."""
+    index = head - branch.first_head
+    if not 0 <= index < branch.num_heads:
         return np.zeros(p.shape, bool)
-    return np.asarray(p % branch.segment_length % branch.rate == branch.offsets[place])
+    return np.asarray(p % branch.segment_length % branch.rate == branch.offsets[index])
 
 
 class Reach(NamedTuple):
-    """How far one branch sees, and how densely."""
+    """Reach of one branch and the density of its keys."""
 
     name: str
     distance: int
@@ -67,7 +67,7 @@ class Reach(NamedTuple):
 
 
 def coverage_of(job: Job, positions: int) -> tuple[np.ndarray, list[Reach]]:
-    """How many branches select each of the first positions, by key/value head: (heads, positions); and the reach."""
+    """Counts the branches that select each of the first positions, (heads, positions); also returns their reach."""
     kv_heads = job.num_kv_heads or job.num_heads
     branches = job.pattern.branches(kv_heads, job.seq_len)
     p = np.arange(min(positions, job.seq_len))
@@ -77,15 +77,15 @@ def coverage_of(job: Job, positions: int) -> tuple[np.ndarray, list[Reach]]:
 
 
 class Schedule(NamedTuple):
-    """Who works when in one branch.
+    """The schedule of one branch on the ring.
 
     Attributes:
         name: Segment length and rate.
-        where: Local, ring or gather.
-        group: Devices of a ring.
-        source: Whose keys a device has after each hop, (devices, hops + 1).
-        work: (query, key) pairs that a device computes with them, over all heads, (devices, hops + 1).
-        hop_bytes: What a device hands to the next at each hop, all pieces together.
+        where: ``"local"``, ``"ring"`` or ``"all_gather"``.
+        group: Number of devices in a ring.
+        source: Origin of the keys that a device holds after each hop, (devices, hops + 1).
+        work: Number of (query, key) pairs that a device computes with them, over all heads, (devices, hops + 1).
+        hop_bytes: Bytes that a device sends at each hop.
     """
 
     name: str
@@ -97,7 +97,7 @@ class Schedule(NamedTuple):
 
 
 def schedule_of(branch: BranchPlan) -> Schedule:
-    """The forward pass of a branch, hop by hop.
+    """Returns the schedule of the forward pass of a branch.
 
     Example:
         >>> job = Job(64, num_heads=2, pattern_text="T/1", ring_size=2, is_causal=True, layout="contiguous")
@@ -113,7 +113,7 @@ def schedule_of(branch: BranchPlan) -> Schedule:
 
 
 def pairs_between(branch: BranchPlan) -> np.ndarray:
-    """Pairs of a query on one device and a key on another that see each other, (devices, devices), over all heads."""
+    """Counts the attended pairs of a query on one device and a key on another, (devices, devices), over all heads."""
     request, selection = branch.request, branch.selection
     layout, w = layout_named(request.layout), selection.segment_length
     length, chunk = request.stored_length, request.chunk_length
@@ -125,11 +125,11 @@ def pairs_between(branch: BranchPlan) -> np.ndarray:
     pairs = np.zeros((request.ring_size, request.ring_size))
     starts = np.flatnonzero(np.diff(segment, prepend=-1, append=-1))
     for offset, count in zip(selection.offsets, selection.rows(w), strict=True):
-        rows = np.diff(selected_before(edges, w, selection.rate, np.array(offset), np.array(count))).astype(float)
+        counts = np.diff(selected_before(edges, w, selection.rate, np.array(offset), np.array(count))).astype(float)
         for begin, end in itertools.pairwise(starts):
-            mine, who = rows[begin:end], owner[begin:end]
-            met = np.outer(mine, mine)
+            num_rows, devices = counts[begin:end], owner[begin:end]
+            attended = np.outer(num_rows, num_rows)
             if request.is_causal:
-                met = np.tril(met, -1) + np.diag(mine * (mine + 1) / 2)
-            np.add.at(pairs, (who[:, None], who[None, :]), met)
+                attended = np.tril(attended, -1) + np.diag(num_rows * (num_rows + 1) / 2)
+            np.add.at(pairs, (devices[:, None], devices[None, :]), attended)
     return pairs * request.group

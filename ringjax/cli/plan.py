@@ -1,4 +1,4 @@
-"""`ringjax plan`: what an attention will do on a ring, what it needs and what it will take, before it runs anywhere."""
+"""`ringjax plan`: predicts the messages, memory and time of an attention on a ring."""
 
 from __future__ import annotations
 
@@ -55,21 +55,21 @@ _PARSERS: dict[str, tuple[str, Any]] = {
 }
 _CHOICES: dict[str, Any] = {"layout": LAYOUTS, "strategy": STRATEGIES, "dtype": DTYPES, "device": DEVICES}
 _MOST_VALUES = 64  # of a sweep
-_MOST_PIECES = 2**21  # runs of positions in one segment and one chunk, each counted for every offset of the heads
+_MOST_PIECES = 2**21  # runs of positions within a segment and a chunk, counted for every head offset
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanReport:
-    """A plan with all that can be said of it beforehand.
+    """A plan with estimates, warnings and the best alternative.
 
     Attributes:
-        job: What it is for.
+        job: The attention.
         plan: The plan.
-        memory: Estimated bytes per device.
-        estimate: Estimated time at the device's peak figures, or None where no device is named.
-        warnings: What to mend, and how.
-        best: The layout and strategy that cost least.
-        longest: The longest sequence whose training fits into the memory of a device, or None where no limit is known.
+        memory: Estimated memory per device in bytes.
+        estimate: Estimated time at the peak figures of the device, or None if no device is given.
+        warnings: Warnings with fixes.
+        best: The cheapest layout and strategy.
+        longest: The longest sequence for which training fits in the memory of a device, or None without a limit.
     """
 
     job: Job
@@ -82,12 +82,12 @@ class PlanReport:
 
     @property
     def fits(self) -> bool | None:
-        """Whether training fits into the memory of a device; None where no limit is known."""
+        """Whether training fits in the memory of a device; None without a limit."""
         limit = self.job.memory_limit
         return None if limit is None else self.memory.gradient <= limit
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, fit for JSON."""
+        """Returns a JSON-serializable dictionary."""
         return {
             "command": "plan",
             "ringjax": ringjax.__version__,
@@ -108,7 +108,7 @@ class PlanReport:
             lines += ["", _estimate_text(self.plan, self.estimate)]
         best = f"Best: --layout {self.best.layout} --strategy {self.best.strategy}"
         is_best = (self.best.layout, self.best.strategy) == (self.job.layout, self.job.strategy)
-        lines += ["", best + (", as planned." if is_best else f" ({bytes_text(self.best.sent)} sent).")]
+        lines += ["", best + (" (already selected)." if is_best else f" ({bytes_text(self.best.sent)} sent).")]
         for warning in self.warnings:
             about = textwrap.fill(f"Warning: {warning.about}.", WIDTH, subsequent_indent="    ")
             lines += [about, f"    Fix: {warning.fix}."]
@@ -116,13 +116,13 @@ class PlanReport:
 
 
 def plan_report(job: Job) -> PlanReport:
-    """Plans an attention and says what it needs, what it takes and what to mend.
+    """Plans an attention and estimates its memory and time, with warnings.
 
     Args:
-        job: The attention, its ring and, to judge by, a device or an amount of memory.
+        job: The attention, its ring and, optionally, a device or a memory limit.
 
     Raises:
-        ValueError: If the job is not possible.
+        ValueError: If the sizes are inconsistent, or the job is too large to plan.
 
     Example:
         >>> report = plan_report(Job(2**20, pattern_text="2K/1,T/64", ring_size=8, is_causal=True, device="h100"))
@@ -144,10 +144,10 @@ def plan_report(job: Job) -> PlanReport:
 
 
 def _check_pieces(plan: Plan) -> None:
-    """Checks that the work of the devices can be counted within seconds.
+    """Checks that the work per device can be counted within seconds.
 
     Raises:
-        ValueError: If segments are too short for the length.
+        ValueError: If the segments are too short for the sequence length.
     """
     chunks = plan.request.stored_length // plan.request.chunk_length
     for branch in plan.branches:
@@ -156,12 +156,12 @@ def _check_pieces(plan: Plan) -> None:
         if pieces > _MOST_PIECES:
             raise ValueError(
                 f"--pattern must have longer segments or smaller rates at --seq-len {plan.request.seq_len}: branch "
-                f"{branch.segment_length}/{branch.rate} has {pieces:,} pieces to count, at most {_MOST_PIECES:,}"
+                f"{branch.segment_length}/{branch.rate} has {pieces:,} pieces to count, limit {_MOST_PIECES:,}"
             )
 
 
 def longest_that_fits(job: Job, most: int = MOST_TOKENS) -> int:
-    """The longest sequence whose training fits into the memory of a device, in steps of 1024 tokens per chunk; or 0.
+    """Returns the longest sequence whose training fits in memory, in steps of 1024 tokens per chunk, or 0.
 
     Example:
         >>> longest_that_fits(Job(2**20, pattern_text="2K/1,T/64", ring_size=8, device="h100")) > 2**22
@@ -182,14 +182,14 @@ def longest_that_fits(job: Job, most: int = MOST_TOKENS) -> int:
     while low < last and fits(min(2 * low, last)):
         low = min(2 * low, last)
     high = min(2 * low, last + 1)
-    while high - low > max(1, low // 256):  # to half a percent
+    while high - low > max(1, low // 256):  # accurate to half a percent
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low * step
 
 
 class SweepRow(NamedTuple):
-    """The plan for one value of what is swept; `error` says why there is none."""
+    """The plan for one value of a sweep, or the `error` of planning it."""
 
     value: str
     memory: Memory | None
@@ -203,7 +203,7 @@ class SweepRow(NamedTuple):
 
 
 def sweep(job: Job, name: str, values: list[str]) -> list[SweepRow]:
-    """Plans the job for several values of one option.
+    """Plans a job for several values of one option.
 
     Args:
         job: The attention.
@@ -211,7 +211,7 @@ def sweep(job: Job, name: str, values: list[str]) -> list[SweepRow]:
         values: Its values, as on the command line.
 
     Raises:
-        ValueError: If there is no such option, or a value is not one of its values.
+        ValueError: If the option is unknown, or a value is invalid.
 
     Example:
         >>> rows = sweep(Job(65536, pattern_text="2K/1,T/16", ring_size=4), "ring", ["1", "2", "4"])
@@ -225,7 +225,7 @@ def sweep(job: Job, name: str, values: list[str]) -> list[SweepRow]:
         raise ValueError(f"--sweep must have at most {_MOST_VALUES} values, got {len(values)}")
     for value in values:
         if name in _CHOICES and value not in _CHOICES[name]:
-            raise ValueError(f"--sweep {name} must take values among {', '.join(_CHOICES[name])}, got {value!r}")
+            raise ValueError(f"--sweep {name} values must be among {', '.join(_CHOICES[name])}, got {value!r}")
     try:
         parsed = [DTYPES[value] if name == "dtype" else parse(value) for value in values]
     except ValueError as error:
@@ -258,22 +258,20 @@ def _sweep_row(value: str, job: Job) -> SweepRow:
 def _memory_lines(report: PlanReport) -> list[str]:
     limit, memory, where = report.job.memory_limit, report.memory, report.job.platform
     line = (
-        f"Memory per device (estimate, {where}, arguments and results included): {bytes_text(memory.forward)} forward, "
-        f"{bytes_text(memory.gradient)} training"
+        f"Memory per device (estimate, {where}, including arguments and results): "
+        f"{bytes_text(memory.forward)} forward, {bytes_text(memory.gradient)} training"
     )
     if limit is None:
         return [f"{line}."]
     verdict = "fits" if report.fits else "DOES NOT FIT"
     return [
         f"{line}.",
-        f"Training {verdict} into {bytes_text(limit)}; longest sequence that does: {report.longest:,} tokens.",
+        f"Training {verdict} in {bytes_text(limit)}; longest sequence that fits: {report.longest:,} tokens.",
     ]
 
 
 def _estimate_text(plan: Plan, guess: Estimate) -> str:
-    table = Table(
-        title=f"Time of one layer at the peak figures of {guess.device.name}: an ESTIMATE, a bound from below"
-    )
+    table = Table(title=f"Time per layer at the peak figures of {guess.device.name} (ESTIMATE, a lower bound)")
     table.title_justify, table.title_style = "left", ""
     for name in ("branch", "pass", "compute", "memory", "messages", "total", "messages hidden"):
         table.add_column(name, justify="left" if name in ("branch", "pass") else "right")
@@ -283,11 +281,11 @@ def _estimate_text(plan: Plan, guess: Estimate) -> str:
             cells = [seconds_text(x) for x in time]
             table.add_row(f"{branch.segment_length}/{branch.rate}", name, *cells, hidden)
     is_sent = any(time.link for time in (*guess.forward, *guess.backward))
-    messages = f"{guess.hidden:.0%} of the time of messages hidden" if is_sent else "nothing is sent"
+    messages = f"{guess.hidden:.0%} of communication hidden" if is_sent else "no communication"
     total = (
-        f"All: {seconds_text(guess.forward_seconds)} forward, {seconds_text(guess.training_seconds)} training "
+        f"Total: {seconds_text(guess.forward_seconds)} forward, {seconds_text(guess.training_seconds)} training "
         f"({count_text(guess.tokens / guess.training_seconds)} tokens/s);\n{messages}; bound by {guess.bound}. "
-        "Real kernels reach a part of the peak."
+        "Real kernels reach a fraction of the peak."
     )
     return table_text(table) + "\n" + total
 
@@ -314,18 +312,20 @@ def _sweep_text(job: Job, name: str, rows: list[SweepRow]) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ringjax plan`."""
+    """Adds the options of `ringjax plan`."""
     add_job_arguments(parser, seq_len="1M")
     parser.add_argument(
         "--head-shards", type=count(MOST_HEADS), default="1", metavar="S", help="devices that share the heads (1)"
     )
-    parser.add_argument("--memory", type=amount, help="memory of a device: 80GB, 16GiB (that of --device)")
-    parser.add_argument("--device", choices=DEVICES, help="for memory and an estimate of time")
-    parser.add_argument("--sweep", metavar="NAME=A,B,C", help=f"a table over one of {', '.join(_PARSERS)}")
+    parser.add_argument("--memory", type=amount, help="memory per device: 80GB, 16GiB (that of --device)")
+    parser.add_argument("--device", choices=DEVICES, help="device for the memory limit and the time estimate")
+    parser.add_argument(
+        "--sweep", metavar="NAME=A,B,C", help=f"tabulate the plan over values of one of {', '.join(_PARSERS)}"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """`ringjax plan`."""
+    """Runs `ringjax plan`."""
     job = job_of(options)
     if options.sweep is None:
         report = plan_report(job)

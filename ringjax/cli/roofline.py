@@ -1,4 +1,4 @@
-"""How long an attention takes at best: flops, memory and links at their peak figures. Estimates, never measurements."""
+"""Roofline estimates: lower bounds on time from the peak flops, memory bandwidth and link bandwidth of a device."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from ringjax._src.planning.costs import Message
 from ringjax._src.planning.plan import BranchPlan, Plan
 from ringjax.cli.hardware import Device
 
-BACKWARD = 2.5  # matrix multiplies of the backward pass over those of the forward pass
+BACKWARD = 2.5  # ratio of matrix multiplications, backward to forward
 
 
 class PassTime(NamedTuple):
-    """Seconds of one pass of one branch, on the busiest device.
+    """Seconds of one pass of one branch on the busiest device.
 
     Attributes:
-        compute: Matrix multiplies.
-        memory: Rows to and from device memory, each once per visit.
-        link: Messages.
-        total: Where messages travel while a device works, as far as they do.
+        compute: Time of the matrix multiplications.
+        memory: Time to move rows to and from device memory, once per chunk pair.
+        link: Time of the messages.
+        total: Time of the pass, with messages overlapped where possible.
     """
 
     compute: float
@@ -32,19 +32,19 @@ class PassTime(NamedTuple):
 
     @property
     def exposed(self) -> float:
-        """Seconds of messages that no work hides."""
+        """Communication time that is not hidden by computation."""
         return self.total - max(self.compute, self.memory)
 
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """Seconds of one attention on one device, at the device's peak figures: no program is faster, real ones are slower.
+    """Estimated time of one attention at the peak figures of a device, a lower bound for real programs.
 
     Attributes:
-        device: Whose figures.
-        forward: Of each branch.
-        backward: Of each branch.
-        tokens: Of the sequence, times the batch.
+        device: The device.
+        forward: Time of the forward pass, per branch.
+        backward: Time of the backward pass, per branch.
+        tokens: Number of tokens in the batch.
 
     Example:
         >>> from ringjax.cli.arguments import Job
@@ -61,24 +61,24 @@ class Estimate:
 
     @property
     def forward_seconds(self) -> float:
-        """Of the forward pass."""
+        """Time of the forward pass."""
         return sum(x.total for x in self.forward)
 
     @property
     def training_seconds(self) -> float:
-        """Of forward and backward pass."""
+        """Time of the forward and backward pass."""
         return self.forward_seconds + sum(x.total for x in self.backward)
 
     @property
     def hidden(self) -> float:
-        """Share of the time of messages that passes while devices compute, 0 to 1; 1 where nothing is sent."""
+        """Fraction of communication time hidden by computation; 1 if nothing is sent."""
         both = (*self.forward, *self.backward)
         sent = sum(x.link for x in both)
         return 1.0 - sum(x.exposed for x in both) / sent if sent else 1.0
 
     @property
     def bound(self) -> str:
-        """What takes most of the time: compute, memory or link."""
+        """The bottleneck: ``"compute"``, ``"memory"`` or ``"link"``."""
         both = (*self.forward, *self.backward)
         work = {"compute": 0.0, "memory": 0.0, "link": sum(x.exposed for x in both)}
         for x in both:
@@ -86,7 +86,7 @@ class Estimate:
         return max(work, key=lambda name: work[name])
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns a JSON-serializable dictionary."""
         return {
             "device": self.device.name,
             "is_estimate": True,
@@ -112,26 +112,26 @@ def estimate(plan: Plan, device: Device) -> Estimate:
 def _pass_time(branch: BranchPlan, messages: tuple[Message, ...], device: Device, *, is_backward: bool) -> PassTime:
     request = branch.request
     flops = max(branch.flops) * (BACKWARD if is_backward else 1.0)
-    visits = branch.group if branch.where != "local" else 1
+    num_pairs = branch.group if branch.where != "local" else 1
     compute = flops / device.flops(request.dtype)
-    memory = visits * _visit_bytes(branch, is_backward) / device.bandwidth
+    memory = num_pairs * _pair_bytes(branch, is_backward) / device.bandwidth
     link = branch.sent(messages) / device.hop_bandwidth(branch.group)
     work = max(compute, memory)
     if branch.where == "all_gather":
-        return PassTime(compute, memory, link, work + link)  # nothing is computed before all keys are there
+        return PassTime(compute, memory, link, work + link)  # computation starts after all keys have arrived
     hops = branch.group if is_backward else branch.group - 1
     if not hops:
         return PassTime(compute, memory, link, work)
-    visit, hop = work / visits, link / hops
-    return PassTime(compute, memory, link, hops * max(visit, hop) + (visits - hops) * visit)
+    pair, hop = work / num_pairs, link / hops
+    return PassTime(compute, memory, link, hops * max(pair, hop) + (num_pairs - hops) * pair)
 
 
-def _visit_bytes(branch: BranchPlan, is_backward: bool) -> float:
-    """Bytes that meeting the rows of one device moves: queries, keys and values once, sums in and out."""
+def _pair_bytes(branch: BranchPlan, is_backward: bool) -> float:
+    """Returns the bytes moved per chunk pair: queries, keys and values once, accumulators in and out."""
     r = branch.request
-    own, wide = np.dtype(r.dtype).itemsize, accumulator(np.dtype(r.dtype)).itemsize
-    rows = r.batch * branch.rows * r.head_dim
-    queries, keys = rows * r.group, 2 * rows
+    itemsize, accumulator_size = np.dtype(r.dtype).itemsize, accumulator(np.dtype(r.dtype)).itemsize
+    size = r.batch * branch.rows * r.head_dim
+    queries, keys = size * r.group, 2 * size
     if is_backward:
-        return 2 * (2 * queries + keys) * own + 2 * wide * (queries + keys)
-    return (queries + keys) * own + 2 * wide * queries
+        return 2 * (2 * queries + keys) * itemsize + 2 * accumulator_size * (queries + keys)
+    return (queries + keys) * itemsize + 2 * accumulator_size * queries

@@ -1,4 +1,4 @@
-"""Attention on the devices at hand: arrays in place, programs compiled, checked and timed."""
+"""Runs, checks and times attention on the available devices."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ Attention = Callable[..., Array]
 
 
 def ring_mesh(devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """All devices (or those given) on one axis, ``"ring"``, in the order that suits their links."""
+    """Returns a mesh of all devices (or those given) with one axis, ``"ring"``, ordered by their links."""
     devices = jax.devices() if devices is None else devices
     return jax.make_mesh((len(devices),), ("ring",), devices=devices, axis_types=(AxisType.Auto,))
 
 
 def random_arrays(length: int, heads: int, dim: int, kv_heads: int | None = None, batch: int = 1) -> list[np.ndarray]:
-    """Query, key, value and a cotangent, float32, the same in every process."""
+    """Returns a float32 query, key, value and cotangent, identical in every process."""
     rng = np.random.default_rng(0)
     counts = (heads, kv_heads or heads, kv_heads or heads, heads)
     return [rng.standard_normal((batch, length, n, dim), np.float32) for n in counts]
 
 
 def on_devices(x: np.ndarray, dtype: Any, ring: Ring) -> Array:  # noqa: ANN401 - what numpy takes for a dtype
-    """An array of the whole sequence as the ring stores it, each process giving its devices their share."""
+    """Shards an array over a ring in its layout; each process provides the shards of its devices."""
     assert isinstance(ring.mesh, Mesh)
     stored = np.asarray(to_layout(x, ring.layout, ring.size("axis_name"))).astype(dtype)
     sharding = NamedSharding(ring.mesh, ring.spec())
@@ -45,7 +45,7 @@ def on_devices(x: np.ndarray, dtype: Any, ring: Ring) -> Array:  # noqa: ANN401 
 
 
 def with_gradient(attention: Attention) -> Callable[..., tuple[Array, ...]]:
-    """A compiled function of query, key, value and cotangent: the output and the three gradients."""
+    """Returns a compiled function from query, key, value and cotangent to the output and three gradients."""
 
     @jax.jit
     def both(query: Array, key: Array, value: Array, cotangent: Array) -> tuple[Array, ...]:
@@ -56,22 +56,24 @@ def with_gradient(attention: Attention) -> Callable[..., tuple[Array, ...]]:
 
 
 def attention_on(ring: Ring | None, pattern: DilationPattern, is_causal: bool, **options: Any) -> Attention:  # noqa: ANN401
-    """`dilated_attention` of query, key and value."""
+    """Returns `dilated_attention` as a function of query, key and value."""
     return functools.partial(dilated_attention, pattern=pattern, is_causal=is_causal, ring=ring, **options)
 
 
-def error_against_oracle(ring: Ring, pattern: DilationPattern, arrays: Sequence[np.ndarray], is_causal: bool) -> float:
-    """Largest error of output and gradients against the dense oracle: ``max|x - ref| / max(1, max|ref|)``."""
-    oracle = with_gradient(functools.partial(reference_attention, pattern=pattern, is_causal=is_causal))
+def error_against_reference(
+    ring: Ring, pattern: DilationPattern, arrays: Sequence[np.ndarray], is_causal: bool
+) -> float:
+    """Returns the largest error of output and gradients, ``max|x - ref| / max(1, max|ref|)``, in float32."""
+    reference = with_gradient(functools.partial(reference_attention, pattern=pattern, is_causal=is_causal))
     largest = jax.jit(lambda x, y: jnp.max(jnp.abs(x - y)) / jnp.maximum(1.0, jnp.max(jnp.abs(y))))
     with jax.default_matmul_precision("highest"):
-        expected = [np.asarray(x) for x in oracle(*arrays)]
+        expected = [np.asarray(x) for x in reference(*arrays)]
         got = with_gradient(attention_on(ring, pattern, is_causal))(*(on_devices(x, x.dtype, ring) for x in arrays))
         return max(float(largest(x, on_devices(y, y.dtype, ring))) for x, y in zip(got, expected, strict=True))
 
 
 def median_seconds(function: Callable[..., Any], *arguments: Any, budget: float, least: int = 2) -> float:  # noqa: ANN401
-    """Median time of a compiled function, called at least `least` times and until the budget of seconds is used."""
+    """Returns the median time of a function, called at least `least` times and until `budget` seconds have passed."""
     jax.block_until_ready(function(*arguments))
     begin, times = time.perf_counter(), list[float]()
     while len(times) < least or (time.perf_counter() - begin < budget and len(times) < 1000):
@@ -82,7 +84,7 @@ def median_seconds(function: Callable[..., Any], *arguments: Any, budget: float,
 
 
 def hop_bandwidth(mesh: Mesh, message_bytes: int, budget: float, hops: int = 8) -> float:
-    """Bytes per second that each device sends to the next while all of them do."""
+    """Measures the bytes per second that each device sends to the next while all devices send."""
     size = mesh.shape["ring"]
     neighbors = [(i, (i + 1) % size) for i in range(size)]
     spec = PartitionSpec("ring")

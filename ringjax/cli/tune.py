@@ -1,4 +1,4 @@
-"""`ringjax tune`: measures layouts, strategies and block sizes on the devices at hand, and keeps the fastest in a file.
+"""`ringjax tune`: measures layouts, strategies and block sizes on the available devices and saves the fastest.
 
 ringjax tune --seq-len 64K --causal -o tuning.json
 
@@ -58,7 +58,7 @@ _SIZES: dict[Target, tuple[tuple[int, ...], tuple[int, ...]]] = {
 
 
 class Trial(NamedTuple):
-    """One measurement: what was tried, and the seconds it took, or why there are none."""
+    """One measurement: the options and their time, or the error that they caused."""
 
     layout: str
     strategy: str
@@ -70,15 +70,15 @@ class Trial(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The fastest of what was measured, to be handed to `Ring` and `dilated_attention`.
+    """The fastest measured options, to be passed to `Ring` and `dilated_attention`.
 
     Attributes:
-        device: Kind of the devices on which it was measured.
-        ring_size: How many of them shared the sequence.
-        layout: The layout.
-        strategy: The strategy.
-        block_sizes: Of the kernels; None for ringjax's choice, or where there are no kernels.
-        about: What was measured.
+        device: Kind of the measured devices.
+        ring_size: Number of devices that shared the sequence.
+        layout: The fastest layout.
+        strategy: The fastest strategy.
+        block_sizes: The fastest block sizes; None for the defaults, or without kernels.
+        about: Description of the workload.
         trials: All measurements.
 
     Example:
@@ -95,17 +95,17 @@ class Tuning:
     trials: tuple[Trial, ...] = ()
 
     def ring(self, mesh: Mesh, **options: Any) -> Ring:  # noqa: ANN401
-        """The ring with this layout and strategy; other options as for `Ring`."""
+        """Returns a ring with this layout and strategy; `options` are passed to `Ring`."""
         return Ring(mesh, layout=self.layout, strategy=self.strategy, **options)
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain data, fit for JSON."""
+        """Returns a JSON-serializable dictionary."""
         trials = [{**trial._asdict(), "block_sizes": _plain(trial.block_sizes)} for trial in self.trials]
-        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**own, "version": _VERSION, "block_sizes": _plain(self.block_sizes), "trials": trials}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**fields, "version": _VERSION, "block_sizes": _plain(self.block_sizes), "trials": trials}
 
     def save(self, path: str | pathlib.Path) -> None:
-        """Writes it to a file, for `load`."""
+        """Writes the tuning to a file that `load` reads."""
         write_output(pathlib.Path(path), (json.dumps(self.to_dict(), indent=1) + "\n").encode())
 
     def __str__(self) -> str:
@@ -115,28 +115,26 @@ class Tuning:
             table.add_column(name, justify="right" if name == "time" else "left")
         for trial in self.trials:
             s = trial.block_sizes
-            sizes = (
-                ("ringjax's", "ringjax's") if s is None else (f"{s.query} x {s.key}", f"{s.grad_query} x {s.grad_key}")
-            )
+            sizes = ("default", "default") if s is None else (f"{s.query} x {s.key}", f"{s.grad_query} x {s.grad_key}")
             time = trial.error[:40] if trial.seconds is None else seconds_text(trial.seconds)
             table.add_row(trial.layout, trial.strategy, *sizes, "training" if trial.is_gradient else "forward", time)
         if any(trial.block_sizes for trial in self.trials):
-            blocks = "ringjax's own" if self.block_sizes is None else str(self.block_sizes)
+            blocks = "default" if self.block_sizes is None else str(self.block_sizes)
         else:
-            blocks = "not measured, as no kernels run here"
+            blocks = "not measured (no Pallas kernels on this platform)"
         best = f"Fastest: layout {self.layout}, strategy {self.strategy}; block sizes: {blocks}."
         return table_text(table) + "\n" + best
 
 
 def load(path: str | pathlib.Path) -> Tuning:
-    """Reads what `ringjax tune` found.
+    """Loads the result of `ringjax tune`.
 
     Args:
         path: The file.
 
     Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If it is not one that `ringjax tune` wrote.
+        FileNotFoundError: If the file does not exist.
+        ValueError: If the file was not written by this version of `ringjax tune`.
 
     Example:
         >>> import tempfile, os
@@ -155,15 +153,15 @@ def load(path: str | pathlib.Path) -> Tuning:
         return tuning
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(
-            f"`path` must name a file that this version of `ringjax tune` wrote, got {str(path)!r}."
+            f"`path` must be a file written by this version of `ringjax tune`, got {str(path)!r}."
         ) from None
 
 
 def _check_tuning(tuning: Tuning) -> None:
-    """Raises ValueError for what `ringjax tune` never writes."""
+    """Raises `ValueError` for values that `ringjax tune` never writes."""
     check_int("ring_size", tuning.ring_size)
-    places = [(tuning.layout, tuning.strategy), *((trial.layout, trial.strategy) for trial in tuning.trials)]
-    if not all(layout in LAYOUTS and strategy in STRATEGIES for layout, strategy in places):
+    choices = [(tuning.layout, tuning.strategy), *((trial.layout, trial.strategy) for trial in tuning.trials)]
+    if not all(layout in LAYOUTS and strategy in STRATEGIES for layout, strategy in choices):
         raise ValueError
     if not all(isinstance(text, str) for text in (tuning.device, tuning.about, *(t.error for t in tuning.trials))):
         raise ValueError
@@ -186,19 +184,22 @@ def tune(
     implementation: Implementation | None = None,
     sizes: Sequence[tuple[int, int]] | None = None,
 ) -> Tuning:
-    """Measures an attention with different layouts, strategies and, where kernels run, block sizes.
+    """Measures an attention with different layouts, strategies and, where Pallas kernels run, block sizes.
 
     Args:
-        job: The attention; its ring is that of the devices at hand.
-        seconds: How long to measure each.
-        implementation: As for `dilated_attention`: to tune kernels that are interpreted, which is for tests.
-        sizes: Rows of query and key blocks to try, or None for a usual choice.
+        job: The attention, with a ring of at most the available devices.
+        seconds: Measurement time per trial.
+        implementation: As for `dilated_attention`; the interpreted kernels are for tests.
+        sizes: Query and key block sizes to try, or None for a default set.
 
     Returns:
-        The fastest of each, and all measurements.
+        The fastest options and all measurements.
+
+    Raises:
+        ValueError: If every trial failed.
     """
     bench = _Bench(job, seconds, implementation)
-    trials = [bench.trial(layout, strategy, None) for layout, strategy in _ways(job)]
+    trials = [bench.trial(layout, strategy, None) for layout, strategy in _candidates(job)]
     best = _fastest(trials)
     target = _target(implementation)
     chosen = None
@@ -216,20 +217,20 @@ def tune(
     return Tuning(device, job.ring_size, best.layout, best.strategy, chosen, about, tuple(trials))  # type: ignore[arg-type]
 
 
-def _ways(job: Job) -> Iterator[tuple[str, str]]:
-    """Layouts and strategies that differ in what they do."""
+def _candidates(job: Job) -> Iterator[tuple[str, str]]:
+    """Yields the layouts and strategies that lead to different plans."""
     seen = set()
     for layout in ("contiguous", "zigzag") if job.ring_size > 1 else ("contiguous",):
         for strategy in ("auto", "ring", "all_gather") if job.ring_size > 1 else ("auto",):
             plan = dataclasses.replace(job, layout=layout, strategy=strategy).plan()
-            what = layout, tuple(branch.where for branch in plan.branches)
-            if what not in seen:
-                seen.add(what)
+            key = layout, tuple(branch.where for branch in plan.branches)
+            if key not in seen:
+                seen.add(key)
                 yield layout, strategy
 
 
 def _target(implementation: Implementation | None) -> Target | None:
-    """Whose kernels run here, if any do."""
+    """Returns the target of the Pallas kernels that run on this platform, if any."""
     where = implementation.removeprefix("interpret_") if implementation else jax.default_backend()
     return "tpu" if where == "tpu" else "gpu" if where == "gpu" else None
 
@@ -237,12 +238,12 @@ def _target(implementation: Implementation | None) -> Target | None:
 def _fastest(trials: Sequence[Trial]) -> Trial:
     done = [trial for trial in trials if trial.seconds is not None]
     if not done:
-        raise ValueError(f"nothing could be measured: {trials[0].error}")
+        raise ValueError(f"all trials failed: {trials[0].error}")
     return min(done, key=lambda trial: trial.seconds or 0.0)
 
 
 class _Bench:
-    """The arrays and devices of a job."""
+    """Holds the arrays and devices of a job."""
 
     def __init__(self, job: Job, seconds: float, implementation: Implementation | None) -> None:
         self.job, self.seconds, self.implementation = job, seconds, implementation
@@ -259,13 +260,13 @@ class _Bench:
         program = with_gradient(attention) if is_gradient else jax.jit(attention)
         try:
             took = median_seconds(program, *(arrays if is_gradient else arrays[:3]), budget=self.seconds)
-        except (RuntimeError, NotImplementedError, ValueError) as error:  # blocks that do not fit into a kernel
+        except (RuntimeError, NotImplementedError, ValueError) as error:  # block sizes that do not fit
             return Trial(layout, strategy, sizes, is_gradient, None, " ".join(str(error).split())[:200])
         return Trial(layout, strategy, sizes, is_gradient, took)
 
 
 def _check_memory(job: Job) -> None:
-    """Raises ValueError if the arrays, or the program on CPU devices, do not fit into the memory of this machine."""
+    """Raises `ValueError` if the arrays, or the program on CPU devices, do not fit in the memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     heads = 2 * job.num_heads + 2 * (job.num_kv_heads or job.num_heads)
     needed = 4 * job.batch * job.seq_len * heads * job.head_dim
@@ -273,31 +274,33 @@ def _check_memory(job: Job) -> None:
         needed += job.ring_size * job.plan().memory("cpu").gradient
     if needed > memory:
         raise ValueError(
-            f"--seq-len, --heads, --head-dim and --batch must fit into the {bytes_text(memory)} of this machine, got "
+            f"--seq-len, --heads, --head-dim and --batch must fit in the {bytes_text(memory)} of this machine, got "
             f"{job.seq_len}, {job.num_heads}, {job.head_dim} and {job.batch}, which need {bytes_text(needed)}"
         )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `ringjax tune`."""
+    """Adds the options of `ringjax tune`."""
     add_job_arguments(parser, seq_len="16K", ring=None, is_tuned=True)
     parser.add_argument("--ring", type=count(MOST_DEVICES), metavar="P", help="devices that share the sequence (all)")
     parser.add_argument("--cpu-devices", type=count(MOST_CPU_DEVICES), metavar="N", help=CPU_DEVICES_HELP)
-    parser.add_argument("--seconds", type=duration, default=1.0, help="how long to measure each (%(default)s)")
-    parser.add_argument("-o", "--output", type=pathlib.Path, default="ringjax-tuning.json", help="(%(default)s)")
+    parser.add_argument("--seconds", type=duration, default=1.0, help="measurement time per trial (%(default)s)")
+    parser.add_argument(
+        "-o", "--output", type=pathlib.Path, default="ringjax-tuning.json", help="file to write (%(default)s)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """`ringjax tune`."""
+    """Runs `ringjax tune`."""
     check_output(options.output)  # before minutes of measurement
     use_devices(options.cpu_devices)
     ring = options.ring or jax.device_count()
     if ring > jax.device_count():
-        raise ValueError(f"--ring must be at most {jax.device_count()}, the devices at hand, got {ring}")
+        raise ValueError(f"--ring must be at most {jax.device_count()}, the number of available devices, got {ring}")
     job = job_of(options, ring_size=ring)
     _check_memory(job)
     found = tune(job, options.seconds)
     found.save(options.output)
     data = {"command": "tune", "file": str(options.output), **found.to_dict()}
-    emit(options, data, f"{found}\nKept in {options.output}.")
+    emit(options, data, f"{found}\nSaved to {options.output}.")
     return 0

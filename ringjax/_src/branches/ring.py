@@ -16,12 +16,12 @@ from ringjax._src import online_softmax as softmax
 from ringjax._src.branches.chunk_pairs import starts, visits
 from ringjax._src.comm.layout import Layout
 from ringjax._src.comm.ring_comm import AxisName, Circle, Strategy
-from ringjax._src.dropout import Stamps
+from ringjax._src.dropout import RowHashes
 from ringjax._src.kernels import hops, meet
 from ringjax._src.kernels.backend import Backend, Case, case_of
 from ringjax._src.kernels.hops import KeyRows, Meeting, Queries, Visits
 from ringjax._src.kernels.walk import Walk
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.planning.plan import BranchPlan
 from ringjax._src.rows.select import from_bits, to_bits
 from ringjax._src.rows.shard import ShardRows
@@ -110,7 +110,7 @@ class Journey:
         empty = softmax.empty_like(jnp.zeros_like(queries.q, dtype=acc))
         return self.circle.visit_all(keys, begun, hops.Found(empty, tiles), visit)
 
-    def merge(self, merged: Partial, part: Partial) -> Partial:
+    def merge(self, merged: PartialSoftmax, part: PartialSoftmax) -> PartialSoftmax:
         """The partial of all rows with that of the selected queries merged in."""
         return self.rows.merge(merged, part, self.kv_heads, self._starts)
 
@@ -157,7 +157,7 @@ class Journey:
         dkv, dq = self.circle.sum_all(self.cargo(queries, keys), begun, dq, dkv, queries_come)
         return dq, dkv
 
-    def _meeting(self, queries: Queries, keys: KeyRows, pairs: Visits, stamps: Stamps | None) -> Meeting:
+    def _meeting(self, queries: Queries, keys: KeyRows, pairs: Visits, stamps: RowHashes | None) -> Meeting:
         return Meeting(queries, keys, pairs, self._walk(pairs), self.scale, self.divisor, stamps)
 
     def _meet(self, found: hops.Found, meeting: Meeting) -> hops.Found:
@@ -207,8 +207,8 @@ class Journey:
         is_ragged = self.rows.sizes.padded(self.rows.rows) != self.rows.rows
         return Walk(self.rows.sizes, self.rows.rows, self.group, is_causal, is_ragged, self.dropout_rate)
 
-    def _stamps(self, query_device: Array, key_device: Array) -> Stamps | None:
-        """Stamps of the rows of two devices, queries (N, C, n * G) and keys (N, C, n): nobody has to send them."""
+    def _stamps(self, query_device: Array, key_device: Array) -> RowHashes | None:
+        """Hashes of the rows of two devices, queries (N, C, n * G) and keys (N, C, n): nobody has to send them."""
         if self.seeds is None:
             return None
         mine, theirs = (
@@ -217,10 +217,10 @@ class Journey:
         )  # (C, heads, n)
         seeds = jnp.moveaxis(self.seeds[:, jnp.asarray(self.rows.heads)], 1, 0)[:, :, None, None]  # (heads, B, 1, 1, G)
         places = jnp.moveaxis(mine, 1, 0)[:, None, :, :, None]
-        queries = dropout.query_stamps(seeds, places, self.rows.branch)
+        queries = dropout.query_hashes(seeds, places, self.rows.branch)
         batch, chunks, rows = self.seeds.shape[0], self.rows.chunks, self.rows.rows
-        keys = jnp.repeat(jnp.moveaxis(dropout.key_stamps(theirs), 1, 0), batch, axis=0)
-        return Stamps(queries.reshape(-1, chunks, rows * self.group), keys)
+        keys = jnp.repeat(jnp.moveaxis(dropout.key_hashes(theirs), 1, 0), batch, axis=0)
+        return RowHashes(queries.reshape(-1, chunks, rows * self.group), keys)
 
     def _ids(self, shard: Shard) -> Array | None:
         if shard.ids is None:

@@ -1,8 +1,10 @@
-"""The order of a sequence over a ring of devices: which chunk of it stands where.
+"""Sequence layouts: which device of a ring stores which chunks of a sequence.
 
-Legend: ``p`` devices in the ring, ``c`` the length of a chunk.
-Contiguous: ``p`` chunks, device ``i`` holds chunk ``i``.
-Zigzag: ``2p`` chunks, device ``i`` holds chunks ``i`` and ``2p - 1 - i``, so that causal work is the same everywhere.
+On a ring of ``p`` devices:
+
+- Contiguous: the sequence has ``p`` chunks, and device ``i`` holds chunk ``i``.
+- Zigzag: the sequence has ``2p`` chunks, and device ``i`` holds chunks ``i`` and ``2p - 1 - i``, which balances causal
+  work, as in zhuzilin/ring-flash-attention.
 """
 
 from __future__ import annotations
@@ -17,25 +19,26 @@ import numpy as np
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
+from jaxtyping import Int, Shaped
 
 from ringjax._src.validation import MOST_DEVICES, MOST_POSITIONS, check_choice, check_fits, check_int, shown
 
-Int = TypeVar("Int", int, Array)
+Index = TypeVar("Index", int, Array)
 
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One order of the chunks of a sequence over the devices of a ring."""
+    """Assignment of the chunks of a sequence to the devices of a ring."""
 
     name: str
     chunks: int  # per device
 
     def multiple(self, ring_size: int) -> int:
-        """What a stored length must be a multiple of: the number of chunks in the ring."""
+        """Returns the number of chunks on the ring, of which the stored length must be a multiple."""
         return self.chunks * ring_size
 
-    def chunk_of(self, device: Int, nth: int, ring_size: int) -> Int:
-        """Which chunk of the sequence the `nth` chunk of `device` is.
+    def chunk_of(self, device: Index, nth: int, ring_size: int) -> Index:
+        """Returns the index in the sequence of the `nth` chunk of `device`.
 
         Example:
             >>> ZIGZAG.chunk_of(1, 0, ring_size=4), ZIGZAG.chunk_of(1, 1, ring_size=4)
@@ -43,8 +46,8 @@ class Layout:
         """
         return device if nth == 0 else self.multiple(ring_size) - 1 - device
 
-    def starts(self, device: Int, ring_size: int, chunk_length: int) -> list[Int]:
-        """Position at which each chunk of `device` starts.
+    def starts(self, device: Index, ring_size: int, chunk_length: int) -> list[Index]:
+        """Returns the start position of each chunk of `device`.
 
         Example:
             >>> ZIGZAG.starts(1, ring_size=4, chunk_length=10)
@@ -53,7 +56,7 @@ class Layout:
         return [self.chunk_of(device, nth, ring_size) * chunk_length for nth in range(self.chunks)]
 
     def order(self, ring_size: int) -> tuple[int, ...]:
-        """The chunks of the sequence in stored order.
+        """Returns the chunk indices in stored order.
 
         Example:
             >>> ZIGZAG.order(ring_size=3)
@@ -67,7 +70,7 @@ ZIGZAG = Layout("zigzag", chunks=2)
 
 
 def layout_named(name: str) -> Layout:
-    """The layout of this name.
+    """Returns the layout with this name.
 
     Example:
         >>> layout_named("zigzag")
@@ -78,7 +81,7 @@ def layout_named(name: str) -> Layout:
 
 
 def layout_for(layout: str, ring_size: int) -> str:
-    """The name of the layout on a ring of this size: on one device they are all the same.
+    """Returns the name of the layout on a ring of this size; on one device, all layouts are contiguous.
 
     Example:
         >>> layout_for("zigzag", 1)
@@ -88,23 +91,30 @@ def layout_for(layout: str, ring_size: int) -> str:
 
 
 def to_layout(
-    x: ArrayLike, layout: str, ring_size: int, axis: int = 1, fill: float = 0, length: int | None = None
-) -> Array:
-    """Pads a sequence at its end and puts its chunks in the order in which a ring stores them.
+    x: Shaped[ArrayLike, "*shape"],
+    layout: str,
+    ring_size: int,
+    axis: int = 1,
+    fill: float = 0,
+    length: int | None = None,
+) -> Shaped[Array, "*stored_shape"]:
+    """Pads a sequence at its end and reorders its chunks for storage on a ring.
 
     Args:
-        x: Array of any dtype and rank, in the order of the sequence.
+        x: Array of any dtype and rank, in sequence order.
         layout: ``"contiguous"`` (pads only) or ``"zigzag"``.
         ring_size: Number of devices in the ring.
-        axis: Axis of the sequence.
-        fill: Value of the padding; -1 for segment ids.
-        length: Length to pad to, the least that the layout needs by default; `plan` tells which lengths are fast.
+        axis: Sequence axis.
+        fill: Padding value; use -1 for segment ids.
+        length: Length to pad to; by default the smallest that the layout allows. `plan` reports which lengths are
+            fast.
 
     Returns:
         The stored array: device ``i`` of the ring holds the ``i``-th of `ring_size` equal parts of `axis`.
 
     Raises:
-        ValueError: If an argument breaks one of these rules.
+        ValueError: If `x` is not an array or has no such `axis`, `layout` is unknown, `ring_size` is below 1, the dtype
+            of `x` cannot hold `fill`, or `length` is below the length of `x` or not a multiple of the number of chunks.
 
     Example:
         >>> import jax.numpy as jnp
@@ -128,23 +138,26 @@ def to_layout(
     return _stored(array, rule, ring_size, axis)
 
 
-def from_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, length: int | None = None) -> Array:
-    """Puts a stored sequence back in order: the inverse of `to_layout`.
+def from_layout(
+    x: Shaped[ArrayLike, "*stored_shape"], layout: str, ring_size: int, axis: int = 1, length: int | None = None
+) -> Shaped[Array, "*shape"]:
+    """Restores the sequence order of a stored array: the inverse of `to_layout`.
 
-    An array that is sharded along `axis` over explicit mesh axes becomes whole on every device.
+    An array that is sharded along `axis` over explicit mesh axes is replicated along `axis`.
 
     Args:
-        x: Array as `to_layout` returns it.
+        x: Array in stored order, as returned by `to_layout`.
         layout: ``"contiguous"`` or ``"zigzag"``.
         ring_size: Number of devices in the ring.
-        axis: Axis of the sequence.
-        length: Length of the sequence without its padding; the stored length by default.
+        axis: Sequence axis.
+        length: Length of the sequence without padding; the stored length by default.
 
     Returns:
-        The array in the order of the sequence, cropped to `length`.
+        The array in sequence order, cropped to `length`.
 
     Raises:
-        ValueError: If an argument breaks one of these rules, or the stored length is not a multiple of the chunks.
+        ValueError: If `x` is not an array or has no such `axis`, `layout` is unknown, `ring_size` is below 1, the
+            stored length is not a multiple of the number of chunks, or `length` exceeds it.
 
     Example:
         >>> import jax.numpy as jnp
@@ -163,19 +176,20 @@ def from_layout(x: ArrayLike, layout: str, ring_size: int, axis: int = 1, length
     return lax.slice_in_dim(_in_sequence(array, rule, ring_size, axis), 0, length, axis=axis)
 
 
-def positions(layout: str, stored_length: int, ring_size: int) -> Array:
-    """The position in the sequence of each stored row.
+def positions(layout: str, stored_length: int, ring_size: int) -> Int[Array, " stored_length"]:
+    """Returns the position in the sequence of each stored row.
 
     Args:
         layout: ``"contiguous"`` or ``"zigzag"``.
-        stored_length: Length of the stored sequence, with its padding.
+        stored_length: Length of the stored sequence, including padding.
         ring_size: Number of devices in the ring.
 
     Returns:
-        int32 array of shape ``(stored_length,)``.
+        The positions, as int32.
 
     Raises:
-        ValueError: If an argument breaks one of these rules, or `stored_length` is not a multiple of the chunks.
+        ValueError: If `layout` is unknown, `ring_size` is below 1, or `stored_length` is not a multiple of the number
+            of chunks.
 
     Example:
         >>> positions("zigzag", stored_length=8, ring_size=2).tolist()
@@ -188,9 +202,10 @@ def positions(layout: str, stored_length: int, ring_size: int) -> Array:
 
 
 def _stored(x: Array, layout: Layout, ring_size: int, axis: int) -> Array:
-    """The chunks of `axis` in stored order: those of the first half, each followed by its mirror in the second.
+    """Reorders the chunks of `axis`: each chunk of the first half is followed by its mirror in the second half.
 
-    Slices and reversals, unlike a gather, have gradients on explicit meshes, and gradients that cost no scatter.
+    Uses slices and reversals because, unlike a gather, they are differentiable on explicit meshes and their gradients
+    need no scatter.
     """
     if layout.chunks == 1 or ring_size == 1:
         return x
@@ -199,7 +214,7 @@ def _stored(x: Array, layout: Layout, ring_size: int, axis: int) -> Array:
 
 
 def _in_sequence(x: Array, layout: Layout, ring_size: int, axis: int) -> Array:
-    """The inverse of `_stored`."""
+    """Inverts `_stored`."""
     if layout.chunks == 1 or ring_size == 1:
         return x
     near, far = _halves(x, (ring_size, layout.chunks), axis, axis + 1)
@@ -207,13 +222,13 @@ def _in_sequence(x: Array, layout: Layout, ring_size: int, axis: int) -> Array:
 
 
 def _halves(x: Array, chunks: tuple[int, int], axis: int, along: int) -> tuple[Array, Array]:
-    """Cuts `axis` into `chunks`, on two axes, and takes both entries of the axis `along`."""
-    cut = x.reshape(*x.shape[:axis], *chunks, x.shape[axis] // (chunks[0] * chunks[1]), *x.shape[axis + 1 :])
-    return lax.index_in_dim(cut, 0, along, keepdims=False), lax.index_in_dim(cut, 1, along, keepdims=False)
+    """Splits `axis` into a grid of `chunks` and returns both entries along the grid axis `along`."""
+    split = x.reshape(*x.shape[:axis], *chunks, x.shape[axis] // (chunks[0] * chunks[1]), *x.shape[axis + 1 :])
+    return lax.index_in_dim(split, 0, along, keepdims=False), lax.index_in_dim(split, 1, along, keepdims=False)
 
 
 def _checked_axis(x: ArrayLike, axis: int) -> tuple[Array, int]:
-    """Checks the array and the axis of its sequence; returns both, the axis counted from the front."""
+    """Checks the array and its sequence axis; returns both, with a non-negative axis."""
     if not isinstance(x, np.ndarray | np.generic | jax.Array) and not hasattr(x, "__jax_array__"):
         raise ValueError(f"`x` must be an array, got {type(x).__name__}.")
     array = cast(Array, x)
@@ -226,7 +241,7 @@ def _checked_axis(x: ArrayLike, axis: int) -> tuple[Array, int]:
 
 
 def _check_fill(fill: object, dtype: np.dtype) -> None:
-    """Checks that the dtype of the array can hold the value of the padding."""
+    """Checks that the dtype of the array can represent the padding value."""
     if isinstance(fill, jax.Array):
         return
     is_held = isinstance(fill, numbers.Complex if jnp.issubdtype(dtype, jnp.complexfloating) else numbers.Real)
@@ -238,7 +253,7 @@ def _check_fill(fill: object, dtype: np.dtype) -> None:
 
 
 def _whole_along(x: Array, axis: int) -> Array:
-    """`x` with `axis` on every device, if it is sharded over explicit axes, whose chunks cannot be taken apart."""
+    """Replicates `x` along `axis` if it is sharded over explicit axes, along which it cannot be reshaped."""
     sharding = jax.typeof(x).sharding
     spec = [*sharding.spec, *(None,) * (x.ndim - len(sharding.spec))]
     if sharding.mesh.empty or spec[axis] is None:

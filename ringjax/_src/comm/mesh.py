@@ -1,4 +1,4 @@
-"""The devices that share a sequence: a mesh and its axes, as a value."""
+"""The devices that share a sequence: a mesh and the roles of its axes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringjax._src.validation import check_choice, check_instance, check_int, che
 
 @dataclasses.dataclass(frozen=True)
 class RingPlace:
-    """The ring that a call runs on, as seen from inside `jax.shard_map`."""
+    """The ring of an attention call, as needed inside `jax.shard_map`."""
 
     axis_name: AxisName
     axis_size: int
@@ -28,29 +28,32 @@ class RingPlace:
     head_shards: int
 
     def positions(self, length: int) -> Array:
-        """Original position of each of the rows that this device holds."""
-        layout, me = layout_named(self.layout), lax.axis_index(self.axis_name)
+        """Returns the position in the sequence of each of this device's `length` rows."""
+        layout, device = layout_named(self.layout), lax.axis_index(self.axis_name)
         chunk = jnp.arange(length // layout.chunks, dtype=jnp.int32)
-        return jnp.concatenate([start + chunk for start in layout.starts(me, self.axis_size, len(chunk))])
+        return jnp.concatenate([start + chunk for start in layout.starts(device, self.axis_size, len(chunk))])
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
     """Devices that share a sequence, for `dilated_attention(..., ring=ring)`.
 
+    See [Ring Attention](https://arxiv.org/abs/2310.01889).
+
     Args:
-        mesh: The mesh, or None for the ambient one (`jax.set_mesh`).
-        axis_name: The axis over which the sequence is sharded, or several, taken together.
-        layout: Order of the sequence over the devices: ``"contiguous"``, or ``"zigzag"``, which shares causal work
-            evenly; arrays are put in order by `to_layout`.
-        batch_axis: The axis over which the batch is sharded, or several, or None.
-        head_axis: The axis over which the heads are sharded, or several, or None.
-        strategy: How the branches that need other devices' keys get them: ``"ring"``, hop by hop; ``"all_gather"``, at
-            once; ``"auto"``, whichever suits the branch, see `plan`.
-        memory_budget: Bytes that each device has for an attention and its gradient, or None.
+        mesh: The device mesh, or None for the ambient mesh set by `jax.set_mesh`.
+        axis_name: The mesh axis, or tuple of axes, over which the sequence is sharded.
+        layout: Order of the sequence over the devices: ``"contiguous"``, or ``"zigzag"``, which balances causal work.
+            Use `to_layout` to reorder arrays.
+        batch_axis: The mesh axis, or tuple of axes, over which the batch is sharded, or None.
+        head_axis: The mesh axis, or tuple of axes, over which the heads are sharded, or None.
+        strategy: How branches obtain the keys and values of other devices: ``"ring"`` rotates them hop by hop,
+            ``"all_gather"`` gathers them at once, and ``"auto"`` chooses per branch (see `plan`).
+        memory_budget: Bytes available on each device for attention and its gradient, or None for no limit.
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If `mesh` is not a mesh; if an axis is not a name or tuple of names, is not in the mesh, or is used
+            twice; if `layout` or `strategy` is not one of its choices; or if `memory_budget` is below 1.
 
     Example:
         >>> import jax, ringjax as rj
@@ -81,27 +84,31 @@ class Ring:
             self._check_axes(self.mesh)
 
     def resolve(self) -> Mesh | AbstractMesh:
-        """The mesh, ambient if none was given."""
+        """Returns the mesh, or the ambient mesh if none was given.
+
+        Raises:
+            ValueError: If no mesh was given and none is set, or the ambient mesh lacks one of the axes.
+        """
         if self.mesh is not None:
             return self.mesh
         ambient = jax.sharding.get_abstract_mesh()
         if ambient.empty:
-            raise ValueError("`mesh` must be given where no mesh is set by `jax.set_mesh`, got None.")
+            raise ValueError("`mesh` must be given if no mesh is set by `jax.set_mesh`, got None.")
         self._check_axes(ambient)
         return ambient
 
     def size(self, name: str) -> int:
-        """Devices along `axis_name`, `batch_axis` or `head_axis`."""
+        """Returns the number of devices along ``"axis_name"``, ``"batch_axis"`` or ``"head_axis"``."""
         check_choice("name", name, ("axis_name", "batch_axis", "head_axis"))
         shape = self.resolve().shape
         return math.prod(shape[axis] for axis in axes(getattr(self, name)))
 
     def spec(self) -> PartitionSpec:
-        """How query, key, value and output are sharded."""
+        """Returns the partition spec of query, key, value and output."""
         return PartitionSpec(self.batch_axis, self.axis_name, self.head_axis, None)
 
     def place(self) -> RingPlace:
-        """The ring as seen from inside `jax.shard_map`."""
+        """Returns what code inside `jax.shard_map` needs to know about the ring."""
         return RingPlace(
             self.axis_name,
             self.size("axis_name"),
@@ -113,14 +120,19 @@ class Ring:
         )
 
     def check(self, query: Array, key: Array, value: Array, ids: Array | None) -> None:
-        """Checks that whole arrays fit on the ring."""
+        """Checks that global arrays can be sharded over the ring.
+
+        Raises:
+            ValueError: If the length is not a multiple of the number of chunks, batch or heads do not divide evenly,
+                or an array is on other devices or has another sharding than the ring requires.
+        """
         ring_size = self.size("axis_name")
         multiple = layout_named(layout_for(self.layout, ring_size)).multiple(ring_size)
         length = query.shape[1]
         if length % multiple:
             raise ValueError(
                 f"`query` length must be a multiple of {multiple} for layout {self.layout!r} on a ring of {ring_size}, "
-                f"got {length}: pad with `to_layout` and say `seq_len={length}`."
+                f"got {length}: pad the inputs with `to_layout` and pass `seq_len={length}`."
             )
         self.check_divides(batch=key.shape[0], kv_heads=key.shape[2])
         check_positions(key.shape[0] // self.size("batch_axis"), length // ring_size)
@@ -133,7 +145,7 @@ class Ring:
             self._check_explicit("segment_ids", ids)
 
     def check_divides(self, *, batch: int, kv_heads: int) -> None:
-        """Checks that batch and heads divide over their mesh axes."""
+        """Checks that batch and heads divide evenly over their mesh axes."""
         for name, what, count in (("batch_axis", "batch", batch), ("head_axis", "key/value heads", kv_heads)):
             if count % self.size(name):
                 raise ValueError(
@@ -142,7 +154,7 @@ class Ring:
                 )
 
     def _check_devices(self, name: str, x: Array) -> None:
-        """Checks that an array which was put on devices is on those of the ring."""
+        """Checks that a committed array is on the devices of the ring."""
         mesh = self.resolve()
         if not isinstance(mesh, Mesh) or mesh.size == 1 or not isinstance(x, jax.Array):
             return
@@ -176,7 +188,7 @@ class Ring:
 def check_ring_options(
     names: dict[str, AxisName | None], layout: str, strategy: StrategyName, memory_budget: int | None
 ) -> None:
-    """Checks what a ring is made of; `names` holds ``"axis_name"`` and the axes beside it."""
+    """Checks the options of a ring; `names` maps argument names, such as ``"axis_name"``, to mesh axes."""
     layout_named(layout)
     check_choice("strategy", strategy, STRATEGIES)
     if memory_budget is not None:
@@ -195,21 +207,21 @@ def check_ring_options(
 
 
 def axes(name: AxisName | None) -> tuple[str, ...]:
-    """The axes of a name."""
+    """Returns the mesh axes of an axis argument as a tuple."""
     return () if name is None else (name,) if isinstance(name, str) else tuple(name)
 
 
 def _check_like_query(name: str, x: Array, query: Array) -> None:
     if any(isinstance(a, jax.core.Tracer) or not isinstance(a, jax.Array) for a in (x, query)):
         return
-    ours, first = x.sharding, query.sharding
-    if not isinstance(ours, NamedSharding) or not isinstance(first, NamedSharding):
+    given, expected = x.sharding, query.sharding
+    if not isinstance(given, NamedSharding) or not isinstance(expected, NamedSharding):
         return
-    if not ours.is_equivalent_to(first, x.ndim):
-        raise ValueError(f"`{name}` must be sharded like `query`, got {ours.spec} and {first.spec}.")
+    if not given.is_equivalent_to(expected, x.ndim):
+        raise ValueError(f"`{name}` must be sharded like `query`, got {given.spec} and {expected.spec}.")
 
 
-def _same_spec(given: PartitionSpec, wanted: PartitionSpec, ndim: int, explicit: set[str]) -> bool:
-    """Whether two specs agree on the explicit axes, the only ones that types speak of."""
+def _same_spec(given: PartitionSpec, expected: PartitionSpec, ndim: int, explicit: set[str]) -> bool:
+    """Returns whether two specs agree on the explicit axes, the only ones that are part of array types."""
     kept = lambda spec, i: [a for a in axes(spec[i]) if a in explicit] if i < len(spec) else []  # noqa: E731
-    return all(kept(given, i) == kept(wanted, i) for i in range(ndim))
+    return all(kept(given, i) == kept(expected, i) for i in range(ndim))

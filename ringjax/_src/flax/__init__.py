@@ -1,1 +1,1 @@
-"""Flax layers and what they share: projections, positional encodings, the `attention_fn` adapter."""
+"""Flax layers, positional encodings and the `attention_fn` adapter."""

@@ -1,4 +1,4 @@
-"""Dilated attention as the `attention_fn` of stock Flax attention layers."""
+"""Dilated attention as the `attention_fn` of standard Flax attention layers."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import DTypeLike
+from jaxtyping import Float
 
 from ringjax._src.api import dilated_attention
 from ringjax._src.comm.mesh import Ring
@@ -31,7 +32,7 @@ from ringjax._src.validation import (
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFn:
-    """What `attention_fn` returns: a value that Flax calls with projected queries, keys and values.
+    """Hashable callable returned by `attention_fn`, which Flax calls with projected queries, keys and values.
 
     Example:
         >>> import jax, ringjax as rj
@@ -61,12 +62,12 @@ class AttentionFn:
             check_instance("ring", self.ring, Ring)
         check_backend(self.implementation, self.block_sizes)
 
-    # linen passes only what this signature names, so every keyword of Flax stands here
+    # Linen passes only the keywords that this signature names, so it lists all of Flax's keywords.
     def __call__(
         self,
-        query: Array,
-        key: Array,
-        value: Array,
+        query: Float[Array, "*batch T N H"],
+        key: Float[Array, "*batch T K H"],
+        value: Float[Array, "*batch T K H"],
         bias: Array | None = None,
         mask: Array | None = None,
         broadcast_dropout: bool = True,
@@ -83,18 +84,25 @@ class AttentionFn:
         qk_attn_weights_einsum: Callable[..., Array] | None = None,
         attn_weights_value_einsum: Callable[..., Array] | None = None,
         input_positions: Array | None = None,
-    ) -> Array:
-        """Dilated attention of arrays (batch..., length, heads, dim), or an error that says what it cannot do."""
-        del force_fp32_for_softmax  # always so
-        own_products = "the products are those of ringjax"
+    ) -> Float[Array, "*batch T N H"]:
+        """Computes dilated attention, or raises if a keyword requests something that it does not support.
+
+        Raises:
+            ValueError: If `is_causal` is True in a call of `attention_fn(..., is_causal=False)`, or under the same
+                conditions as `dilated_attention`.
+            NotImplementedError: If `bias`, `mask`, `module`, a custom einsum or `input_positions` is given, if
+                `precision` is not the default, or if dropout is active with `broadcast_dropout=True`.
+        """
+        del force_fp32_for_softmax  # the softmax is always in at least float32
+        fixed_products = "the matrix products of ringjax cannot be replaced"
         _refuse(
             bias=(bias, "it would need the dense scores, which are never computed"),
-            mask=(mask, "use `is_causal`, `seq_len`, or `segment_ids` of `dilated_attention`"),
+            mask=(mask, "use `is_causal`, `seq_len` or `segment_ids` of `dilated_attention`"),
             module=(module, "attention weights cannot be sown, as they are never stored"),
-            einsum_dot_general=(einsum_dot_general, own_products),
-            qk_attn_weights_einsum=(qk_attn_weights_einsum, own_products),
-            attn_weights_value_einsum=(attn_weights_value_einsum, own_products),
-            input_positions=(input_positions, "rotate queries and keys before, see `ringjax._src.flax.rotary`"),
+            einsum_dot_general=(einsum_dot_general, fixed_products),
+            qk_attn_weights_einsum=(qk_attn_weights_einsum, fixed_products),
+            attn_weights_value_einsum=(attn_weights_value_einsum, fixed_products),
+            input_positions=(input_positions, "rotate queries and keys first, see `ringjax.rotary`"),
         )
         flags = {"deterministic": deterministic, "broadcast_dropout": broadcast_dropout, "is_causal": is_causal}
         for name, flag in flags.items():
@@ -102,7 +110,7 @@ class AttentionFn:
         is_dropping = check_rate(dropout_rate) > 0 and not deterministic
         if is_dropping and broadcast_dropout:
             raise NotImplementedError(
-                "`broadcast_dropout` must be False with active dropout (each weight is dropped on its own), got True."
+                "`broadcast_dropout` must be False with active dropout (weights are dropped independently), got True."
             )
         if precision is not None and precision not in ("default", lax.Precision.DEFAULT):
             raise NotImplementedError(f"`precision` must be None or the default, got {shown(precision)}.")
@@ -146,20 +154,20 @@ def attention_fn(
     implementation: Implementation | None = None,
     block_sizes: BlockSizes | None = None,
 ) -> AttentionFn:
-    """Dilated attention for the argument `attention_fn` of stock Flax attention layers, nnx and linen.
+    """Returns dilated attention for the argument `attention_fn` of standard Flax NNX and Linen attention layers.
 
-    What Flax asks for in a call is honoured (`dtype`, `deterministic`, dropout with `broadcast_dropout=False`) or
-    refused, never ignored: a dense `mask`, a `bias`, sown weights and another `precision` raise. The value of
-    `is_causal` here is the one that holds: a call that asks for a causal attention where it is False raises.
+    Keywords that Flax passes are either honored (`dtype`, `deterministic`, dropout with `broadcast_dropout=False`) or
+    rejected, never ignored: a dense `mask`, a `bias`, sown weights and a non-default `precision` raise. The value of
+    `is_causal` given here applies: a call with `is_causal=True` raises if it is False here.
 
     Args:
-        pattern, is_causal, seq_len, scale, ring, implementation, block_sizes: As for `dilated_attention`.
+        pattern, is_causal, seq_len, scale, ring, implementation, block_sizes: See `dilated_attention`.
 
     Returns:
-        A hashable callable of query, key, value (batch..., length, heads, dim) and the keywords of Flax.
+        A hashable callable that takes query, key and value (batch..., length, heads, dim) and Flax's keywords.
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If `pattern` is not a `DilationPattern`, or an option has the wrong type or is out of range.
 
     Example:
         >>> import jax, ringjax as rj
@@ -181,7 +189,7 @@ def attention_fn(
 
 
 def batched(arrays: dict[str, Array]) -> list[Array]:
-    """Arrays (batch..., length, heads, dim) with one batch axis.
+    """Flattens the batch axes of arrays (batch..., length, heads, dim) into one.
 
     Example:
         >>> import jax.numpy as jnp
@@ -195,7 +203,7 @@ def batched(arrays: dict[str, Array]) -> list[Array]:
 
 
 def _refuse(**arguments: tuple[Any, str]) -> None:
-    """Raises for the first of these arguments that is there, with the reason beside it."""
+    """Raises for the first of these (value, reason) arguments whose value is not None."""
     for name, (value, reason) in arguments.items():
         if value is not None:
             found = f"an array of shape {value.shape}" if hasattr(value, "shape") else type(value).__name__

@@ -1,4 +1,4 @@
-"""Dilated self-attention as a layer of Flax linen."""
+"""Dilated self-attention as a Flax Linen layer."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from flax import linen as nn
 from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding
 from jax.typing import DTypeLike
+from jaxtyping import Float, Int
 
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import AxisName
@@ -20,33 +21,36 @@ from ringjax._src.validation import check_array, check_bool, check_key
 
 
 class DilatedSelfAttention(nn.Module):
-    """Dilated self-attention with its projections, on one device or on a ring.
+    """Dilated self-attention layer with projections, on one device or on a ring.
 
-    The same parameters give the same output on any ring, and in `ringjax.nnx.DilatedSelfAttention`, where they have
-    the same names and shapes. Where the ring has a `head_axis`, the kernels carry it as partitioning metadata.
+    The same parameters give the same output on every ring. `ringjax.nnx.DilatedSelfAttention` has parameters of the
+    same names and shapes. If the ring has a `head_axis`, the kernels carry it as partitioning metadata.
 
     Args:
-        num_heads: Query heads.
-        pattern: The branches.
-        num_kv_heads: Key/value heads, a divisor of `num_heads`; as many by default.
-        head_dim: Dimensions per head, ``in_features // num_heads`` by default.
-        out_features: Features of the output, those of the input by default.
-        is_causal: Whether a position sees only itself and those before.
-        positions: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
-        sub_norm: Whether the concatenated heads are normalized (layer norm) before the output projection.
-        norm_epsilon: Added to the variance in that norm.
-        dropout_rate: Share of the attention weights that is dropped in training, see `dilated_attention`.
-        deterministic: Whether nothing is dropped.
+        num_heads: Number of query heads.
+        pattern: Segment lengths and dilation rates of the branches.
+        num_kv_heads: Number of key/value heads, a divisor of `num_heads`; `num_heads` by default.
+        head_dim: Dimensions per head; ``in_features // num_heads`` by default.
+        out_features: Number of output features; that of the input by default.
+        is_causal: Whether a position attends only to itself and earlier positions.
+        positions: Positional encoding: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
+        sub_norm: Whether to apply layer norm to the concatenated heads before the output projection.
+        norm_epsilon: Epsilon of that layer norm.
+        dropout_rate: Probability of dropping an attention weight in training, see `dilated_attention`.
+        deterministic: Whether to disable dropout.
         use_bias: Whether the projections have a bias.
-        dtype: Of the computation, by default that of input and parameters together; see `ringjax.compute_dtype`.
-        param_dtype: Of the parameters.
-        kernel_init: Initializer of the kernels, seen as matrices.
+        dtype: Dtype of the computation; by default promoted from inputs and parameters. See `ringjax.compute_dtype`.
+        param_dtype: Dtype of the parameters.
+        kernel_init: Initializer of the kernels, applied to them as matrices.
         bias_init: Initializer of the biases.
-        ring: The devices that share the sequence, or None. Inputs are then in the ring's layout.
-        implementation: As for `dilated_attention`.
+        ring: The devices that share the sequence, or None. With a ring, inputs are in the ring's layout.
+        implementation: See `dilated_attention`.
 
     Raises:
-        ValueError: If an argument is not as described (when the layer is called).
+        ValueError: When the layer is called: if `num_heads` is not a multiple of `num_kv_heads`; if the number of input
+            features is not a multiple of `num_heads` and `head_dim` is not given; if `head_dim` is odd with a
+            positional encoding; if ``positions="xpos"`` is used without `is_causal`; or if an option has the wrong type
+            or is out of range.
 
     Example:
         >>> import jax, jax.numpy as jnp, ringjax as rj
@@ -81,23 +85,28 @@ class DilatedSelfAttention(nn.Module):
     @nn.compact
     def __call__(
         self,
-        x: Array,
+        x: Float[Array, "*batch T in_features"],
         *,
-        positions: Array | None = None,
-        segment_ids: Array | None = None,
+        positions: Int[Array, " T"] | Int[Array, "*batch T"] | None = None,
+        segment_ids: Int[Array, "*batch T"] | None = None,
         seq_len: int | None = None,
         deterministic: bool | None = None,
         dropout_rng: Array | None = None,
-    ) -> Array:
-        """The layer's output (batch..., length, out_features).
+    ) -> Float[Array, "*batch T out_features"]:
+        """Computes the output of the layer.
 
         Args:
-            x: Floating-point inputs (batch..., length, in_features), in the layout of the ring if there is one.
-            positions: Position of each row, integers (length,) or (batch..., length); by default that in the sequence,
-                which the ring's layout tells. From 0 to ``length - 1`` for xPos.
-            segment_ids, seq_len: As for `dilated_attention`.
-            deterministic: Whether nothing is dropped, in this call.
-            dropout_rng: The key for dropout, by default from the stream "dropout".
+            x: Inputs, in the layout of the ring if there is one.
+            positions: Position of each row; by default its position in the sequence, given the ring's layout. Must be
+                from 0 to ``T - 1`` for xPos.
+            segment_ids, seq_len: See `dilated_attention`.
+            deterministic: Whether to disable dropout in this call; overrides the attribute.
+            dropout_rng: A `jax.random` key for dropout; by default from the stream ``"dropout"``.
+
+        Raises:
+            ValueError: If `x` does not have `in_features` features, `positions` or `segment_ids` do not have the shape
+                of its leading axes, `positions` are given to a layer without positional encoding, or `seq_len`
+                exceeds T.
         """
         check_array("x", x, "floating point")
         if not x.shape:
@@ -164,7 +173,7 @@ class DilatedSelfAttention(nn.Module):
 
 
 class _Projection(nn.Module):
-    """A kernel of `shape`, whose first `contracted` axes are summed over, sharded over mesh axes `over`."""
+    """Projection with a kernel of `shape`, sharded over the mesh axes `over`; contracts its first `contracted` axes."""
 
     shape: tuple[int, ...]
     contracted: int

@@ -1,4 +1,4 @@
-"""Dilated self-attention as a layer of Flax nnx."""
+"""Dilated self-attention as a Flax NNX layer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Float, Int
 
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import AxisName
@@ -21,35 +22,37 @@ _KERNEL_INIT, _BIAS_INIT = nnx.initializers.lecun_normal(), nnx.initializers.zer
 
 
 class DilatedSelfAttention(nnx.Module):
-    """Dilated self-attention with its projections, on one device or on a ring.
+    """Dilated self-attention layer with projections, on one device or on a ring.
 
-    The same parameters give the same output on any ring, and in `ringjax.linen.DilatedSelfAttention`, where they have
-    the same names and shapes. Where the ring has a `head_axis`, the kernels carry it as partitioning metadata.
+    The same parameters give the same output on every ring. `ringjax.linen.DilatedSelfAttention` has parameters of the
+    same names and shapes. If the ring has a `head_axis`, the kernels carry it as partitioning metadata.
 
     Args:
-        num_heads: Query heads.
-        in_features: Features of the input.
-        pattern: The branches.
-        num_kv_heads: Key/value heads, a divisor of `num_heads`; as many by default.
-        head_dim: Dimensions per head, ``in_features // num_heads`` by default.
-        out_features: Features of the output, `in_features` by default.
-        is_causal: Whether a position sees only itself and those before.
-        positions: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
-        sub_norm: Whether the concatenated heads are normalized (layer norm) before the output projection.
-        norm_epsilon: Added to the variance in that norm.
-        dropout_rate: Share of the attention weights that is dropped in training, see `dilated_attention`.
-        deterministic: Whether nothing is dropped; `model.eval()` and `model.train()` set it too.
+        num_heads: Number of query heads.
+        in_features: Number of input features.
+        pattern: Segment lengths and dilation rates of the branches.
+        num_kv_heads: Number of key/value heads, a divisor of `num_heads`; `num_heads` by default.
+        head_dim: Dimensions per head; ``in_features // num_heads`` by default.
+        out_features: Number of output features; `in_features` by default.
+        is_causal: Whether a position attends only to itself and earlier positions.
+        positions: Positional encoding: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
+        sub_norm: Whether to apply layer norm to the concatenated heads before the output projection.
+        norm_epsilon: Epsilon of that layer norm.
+        dropout_rate: Probability of dropping an attention weight in training, see `dilated_attention`.
+        deterministic: Whether to disable dropout; also set by `model.eval()` and `model.train()`.
         use_bias: Whether the projections have a bias.
-        dtype: Of the computation, by default that of input and parameters together; see `ringjax.compute_dtype`.
-        param_dtype: Of the parameters.
-        kernel_init: Initializer of the kernels, seen as matrices.
+        dtype: Dtype of the computation; by default promoted from inputs and parameters. See `ringjax.compute_dtype`.
+        param_dtype: Dtype of the parameters.
+        kernel_init: Initializer of the kernels, applied to them as matrices.
         bias_init: Initializer of the biases.
-        ring: The devices that share the sequence, or None. Inputs are then in the ring's layout.
-        implementation: As for `dilated_attention`.
-        rngs: Where the parameters come from.
+        ring: The devices that share the sequence, or None. With a ring, inputs are in the ring's layout.
+        implementation: See `dilated_attention`.
+        rngs: Random streams for the initial parameters.
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If `num_heads` is not a multiple of `num_kv_heads`; if `in_features` is not a multiple of
+            `num_heads` and `head_dim` is not given; if `head_dim` is odd with a positional encoding; if
+            ``positions="xpos"`` is used without `is_causal`; or if an option has the wrong type or is out of range.
 
     Example:
         >>> import jax.numpy as jnp, ringjax as rj
@@ -137,26 +140,29 @@ class DilatedSelfAttention(nnx.Module):
 
     def __call__(
         self,
-        x: Array,
+        x: Float[Array, "*batch T in_features"],
         *,
-        positions: Array | None = None,
-        segment_ids: Array | None = None,
+        positions: Int[Array, " T"] | Int[Array, "*batch T"] | None = None,
+        segment_ids: Int[Array, "*batch T"] | None = None,
         seq_len: int | None = None,
         deterministic: bool | None = None,
         rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
-    ) -> Array:
-        """The layer's output (batch..., length, out_features).
+    ) -> Float[Array, "*batch T out_features"]:
+        """Computes the output of the layer.
 
         Args:
-            x: Floating-point inputs (batch..., length, in_features), in the layout of the ring if there is one.
-            positions: Position of each row, integers (length,) or (batch..., length); by default that in the sequence,
-                which the ring's layout tells. From 0 to ``length - 1`` for xPos.
-            segment_ids, seq_len: As for `dilated_attention`.
-            deterministic: Whether nothing is dropped, in this call.
-            rngs: Where the key for dropout comes from (its stream `dropout`), or the key; needed where some is dropped.
+            x: Inputs, in the layout of the ring if there is one.
+            positions: Position of each row; by default its position in the sequence, given the ring's layout. Must be
+                from 0 to ``T - 1`` for xPos.
+            segment_ids, seq_len: See `dilated_attention`.
+            deterministic: Whether to disable dropout in this call; overrides the attribute.
+            rngs: Random streams with a stream `dropout`, one stream, or a `jax.random` key; required if dropout is
+                active.
 
         Raises:
-            ValueError: If an argument is not as described.
+            ValueError: If `x` does not have `in_features` features, `positions` or `segment_ids` do not have the shape
+                of its leading axes, `positions` are given to a layer without positional encoding, `seq_len` exceeds
+                T, or `rngs` is missing while dropout is active.
         """
         self.core.check_call(x, positions, segment_ids, seq_len)
         dropout_rng = self._dropout_rng(self.deterministic if deterministic is None else deterministic, rngs)
@@ -171,33 +177,45 @@ class DilatedSelfAttention(nnx.Module):
         )
         return self._projected(attended)
 
-    def prefill(self, x: Array, cache: DecodeCache, lengths: ArrayLike | None = None) -> tuple[Array, DecodeCache]:
-        """The output (batch, length, out_features) of a whole prompt, and the cache that has seen it and nothing else.
+    def prefill(
+        self, x: Float[Array, "B T in_features"], cache: DecodeCache, lengths: Int[ArrayLike, " B"] | None = None
+    ) -> tuple[Float[Array, "B T out_features"], DecodeCache]:
+        """Computes the output for a prompt and returns it with a cache that contains exactly this prompt.
 
         Args:
-            x: Inputs (batch, length, in_features) of a causal layer, in the layout of the ring if there is one.
-            cache: A cache of the layer's pattern, heads, dtype and ring, as `ringjax.init_cache` makes it, with a
-                `max_len` that xPos does not exceed.
-            lengths: As for `ringjax.prefill`.
+            x: Inputs of a causal layer, in the layout of the ring if there is one.
+            cache: A cache from `ringjax.init_cache` for the layer's pattern, heads, dtype and ring. With xPos, its
+                `max_len` is at most 65,536.
+            lengths: See `ringjax.prefill`.
+
+        Raises:
+            ValueError: If the layer is not causal, the cache has another pattern, the prompt is longer than the cache,
+                or `x` or `lengths` has another shape.
         """
         self.core.check_decoding(x, cache, {"lengths": lengths})
         attended, cache = self.core.prefill(self.query(x), self.key(x), self.value(x), cache, lengths)
         return self._projected(attended), cache
 
-    def extend(self, x: Array, cache: DecodeCache, counts: ArrayLike | None = None) -> tuple[Array, DecodeCache]:
-        """The output (batch, n, out_features) of the next n tokens after those of the cache, and the cache after them.
+    def extend(
+        self, x: Float[Array, "B n in_features"], cache: DecodeCache, counts: Int[ArrayLike, " B"] | None = None
+    ) -> tuple[Float[Array, "B n out_features"], DecodeCache]:
+        """Computes the output for the next n tokens and returns it with the updated cache.
 
         Args:
-            x: Inputs (batch, n, in_features) of a causal layer, whole on each device of the ring if there is one.
-            cache: The cache, from `prefill` or the tokens before.
-            counts: As for `ringjax.decode_step`.
+            x: Inputs of a causal layer, replicated over the ring if there is one.
+            cache: The cache from `prefill` or from the previous call.
+            counts: See `ringjax.decode_step`.
+
+        Raises:
+            ValueError: If the layer is not causal, the cache has another pattern, or `x` or `counts` has another
+                shape.
         """
         self.core.check_decoding(x, cache, {"counts": counts})
         attended, cache = self.core.extend(self.query(x), self.key(x), self.value(x), cache, counts)
         return self._projected(attended, over_ring=False), cache
 
     def _projected(self, attended: Array, over_ring: bool = True) -> Array:
-        """The output, of the attention (batch..., length, heads, dim)."""
+        """Applies the optional layer norm and the output projection to the attention (batch..., length, heads, dim)."""
         if self.sub_norm is not None:
             flat = attended.reshape(*attended.shape[:-2], -1)
             attended = self.sub_norm(flat).reshape(attended.shape)
@@ -208,17 +226,17 @@ class DilatedSelfAttention(nnx.Module):
             return None
         if rngs is None:
             raise ValueError(
-                "`rngs` must be given where weights are dropped (none is with `deterministic=True`), got None."
+                "`rngs` must be given if dropout is active (disable it with `deterministic=True`), got None."
             )
         if isinstance(rngs, nnx.Rngs):
             return rngs.dropout()
         if isinstance(rngs, nnx.RngStream):
             return rngs()
-        check_key("rngs", rngs, "`nnx.Rngs`, a stream of them or a key of `jax.random`")
+        check_key("rngs", rngs, "`nnx.Rngs`, an `nnx.RngStream` or a `jax.random` key")
         return rngs
 
     def over(self, *names: AxisName | None) -> dict[str, object]:
-        """Metadata of a parameter whose axes are sharded over these mesh axes."""
+        """Returns the metadata of a parameter whose axes are sharded over these mesh axes."""
         if self.core.head_axis is None:
             return {}
         return {"out_sharding": names, "mesh": self.core.mesh}

@@ -1,7 +1,4 @@
-"""What the self-attention layers of nnx and linen share: everything but the making of parameters.
-
-Legend: ``T`` length, ``F`` features, ``N`` query heads, ``K`` key/value heads, ``H`` head dim.
-"""
+"""Framework-independent part of the NNX and Linen self-attention layers: everything but the parameters."""
 
 from __future__ import annotations
 
@@ -52,7 +49,7 @@ Initializer = Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class SelfAttention:
-    """The sizes of a self-attention layer, and what it does between its projections."""
+    """Configuration of a self-attention layer and its computation between the projections."""
 
     pattern: DilationPattern
     in_features: int
@@ -66,29 +63,29 @@ class SelfAttention:
     dropout_rate: float = 0.0
 
     def kernel_shapes(self, out_features: int) -> dict[str, tuple[int, int, int]]:
-        """The shape of each projection's kernel.
+        """Returns the kernel shape of each projection.
 
         Example:
             >>> from ringjax import DilationPattern
             >>> self_attention(DilationPattern((16,), (1,)), 32, 4, num_kv_heads=2).kernel_shapes(32)
             {'query': (32, 4, 8), 'key': (32, 2, 8), 'value': (32, 2, 8), 'out': (4, 8, 32)}
         """
-        shared = (self.in_features, self.num_kv_heads, self.head_dim)
         query = (self.in_features, self.num_heads, self.head_dim)
-        return {"query": query, "key": shared, "value": shared, "out": (*query[1:], out_features)}
+        key = (self.in_features, self.num_kv_heads, self.head_dim)
+        return {"query": query, "key": key, "value": key, "out": (*query[1:], out_features)}
 
     @property
     def head_axis(self) -> AxisName | None:
-        """The mesh axis that shards the heads axis of the kernels."""
+        """Mesh axis over which the heads axis of the kernels is sharded."""
         return None if self.ring is None else self.ring.head_axis
 
     @property
     def mesh(self) -> Mesh | None:
-        """The mesh for which parameters are made, if it was given."""
+        """Mesh on which parameters are created, if a concrete one was given."""
         return self.ring.mesh if self.ring is not None and isinstance(self.ring.mesh, Mesh) else None
 
     def out_sharding(self, ndim: int, over_ring: bool = True) -> NamedSharding | None:
-        """How the output is sharded, where it must be said: the sum over heads on an explicit mesh."""
+        """Returns the output sharding if it must be explicit: for the sum over heads on an explicit mesh."""
         if self.ring is None or self.head_axis is None:
             return None
         mesh = self.ring.resolve()
@@ -110,12 +107,15 @@ class SelfAttention:
         seq_len: int | None,
         dropout_rng: Array | None = None,
     ) -> Array:
-        """The attention of projected arrays (batch..., T, heads, H), with positions put in; a key drops weights."""
+        """Encodes positions and computes attention of projected arrays (batch..., T, heads, H).
+
+        Dropout is active if `dropout_rng` is given.
+        """
         shape = query.shape
         query, key, value = batched({"query": query, "key": key, "value": value})
         if segment_ids is not None:
-            segment_ids = _as_rows("segment_ids", segment_ids, shape[:-2])
-        query, key = self._placed(query, key, positions, shape)
+            segment_ids = _flatten_batch("segment_ids", segment_ids, shape[:-2])
+        query, key = self._encode_positions(query, key, positions, shape)
         out = dilated_attention(
             query,
             key,
@@ -134,10 +134,10 @@ class SelfAttention:
     def prefill(
         self, query: Array, key: Array, value: Array, cache: DecodeCache, lengths: ArrayLike | None
     ) -> tuple[Array, DecodeCache]:
-        """The attention of a whole prompt (B, T, heads, H), and the cache after it."""
+        """Computes the attention of a prompt (B, T, heads, H) and returns it with the filled cache."""
         self._check_decodes(cache)
         self.check_prompt(query.shape[1], cache.max_len, lengths)
-        query, key = self._placed(query, key, None, query.shape, cache.max_len)
+        query, key = self._encode_positions(query, key, None, query.shape, cache.max_len)
         out = dilated_attention(
             query, key, value, self.pattern, is_causal=True, ring=self.ring, implementation=self.implementation
         )
@@ -146,25 +146,25 @@ class SelfAttention:
     def extend(
         self, query: Array, key: Array, value: Array, cache: DecodeCache, counts: ArrayLike | None
     ) -> tuple[Array, DecodeCache]:
-        """The attention of the next tokens (B, n, heads, H) after those of the cache, and the cache after them."""
+        """Computes the attention of the next tokens (B, n, heads, H) and returns it with the updated cache."""
         self._check_decodes(cache)
         if self.positions is not None:
             nth = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
             positions = cache.lengths[:, None] + nth
-            if counts is not None:  # padding stands nowhere
+            if counts is not None:  # padding has no position
                 positions = jnp.where(nth < clipped_counts("counts", counts, *query.shape[:2])[:, None], positions, 0)
-            query, key = self._placed(query, key, positions, query.shape, cache.max_len)
+            query, key = self._encode_positions(query, key, positions, query.shape, cache.max_len)
         return decode_step(cache, query, key, value, counts=counts, ring=self.ring)
 
     def check_prompt(self, length: int, max_len: int, lengths: ArrayLike | None) -> None:
-        """Checks that a cache is made for prompts of this length; on a ring, part of it may be padding."""
+        """Checks that a cache can hold a prompt of this length; on a ring, part of the prompt may be padding."""
         if length > max_len and (self.ring is None or lengths is None):
             raise ValueError(
                 f"`max_len` of a cache must be at least the length of the prompt, got {max_len} and {length}."
             )
 
     def check_call(self, x: Array, positions: Array | None, segment_ids: Array | None, seq_len: int | None) -> None:
-        """Checks the arguments of a call of the layer."""
+        """Checks the arguments of a layer call."""
         self.check_features(x)
         leading = tuple(x.shape[:-1])
         if segment_ids is not None:
@@ -184,7 +184,7 @@ class SelfAttention:
             check_row_positions(positions, math.prod(leading[:-1]), leading[-1])
 
     def check_decoding(self, x: Array, cache: DecodeCache, numbers: dict[str, ArrayLike | None]) -> None:
-        """Checks the arguments of a prefill or of the next tokens; `numbers` holds `lengths` or `counts`."""
+        """Checks the arguments of `prefill` or `extend`; `numbers` contains `lengths` or `counts`."""
         self.check_features(x, decodes=True)
         self._check_decodes(cache)
         for name, values in numbers.items():
@@ -193,12 +193,12 @@ class SelfAttention:
 
     def _check_decodes(self, cache: DecodeCache) -> None:
         if not self.is_causal:
-            raise ValueError("`is_causal` must be True for a layer that decodes, got False.")
+            raise ValueError("`is_causal` must be True for decoding, got False.")
         if check_instance("cache", cache, DecodeCache).pattern != self.pattern:
-            raise ValueError(f"`cache` must be one of the layer's pattern {self.pattern}, got {cache.pattern}.")
+            raise ValueError(f"`cache` must have the layer's pattern {self.pattern}, got {cache.pattern}.")
 
     def check_features(self, x: Array, *, decodes: bool = False) -> None:
-        """Checks the input of a layer, which has one batch axis where the layer decodes."""
+        """Checks the input of a layer; decoding requires exactly one batch axis."""
         check_array("x", x, "floating point")
         if len(x.shape) < 2 or x.shape[-1] != self.in_features or (decodes and len(x.shape) != 3):
             batch = "batch" if decodes else "batch..."
@@ -206,23 +206,23 @@ class SelfAttention:
                 f"`x` must have the axes ({batch}, length, {self.in_features} features), got shape {x.shape}."
             )
 
-    def _placed(
+    def _encode_positions(
         self, query: Array, key: Array, positions: Array | None, shape: tuple[int, ...], max_len: int | None = None
     ) -> tuple[Array, Array]:
-        """Queries and keys that know their positions, of which there are at most `max_len`."""
+        """Applies the positional encoding to queries and keys; `max_len` is the number of positions for xPos."""
         if self.positions is None:
             return query, key
         length = shape[-3]
         if positions is None:
-            positions = self._true_positions(length)
+            positions = self._default_positions(length)
         elif getattr(positions, "ndim", 1) > 1:
-            positions = _as_rows("positions", positions, shape[:-2])
+            positions = _flatten_batch("positions", positions, shape[:-2])
         with jax.named_scope(self.positions):
             if self.positions == "rotary":
                 return rotary(query, positions), rotary(key, positions)
             return xpos(query, key, positions, length=max_len or length)
 
-    def _true_positions(self, length: int) -> Array:
+    def _default_positions(self, length: int) -> Array:
         if self.ring is None:
             return jnp.arange(length, dtype=jnp.int32)
         size = self.ring.size("axis_name")
@@ -242,7 +242,7 @@ def self_attention(
     implementation: Implementation | None = None,
     dropout_rate: float = 0.0,
 ) -> SelfAttention:
-    """Checks the arguments of a layer and fills in its sizes.
+    """Checks the arguments of a layer and fills in defaults.
 
     Example:
         >>> from ringjax import DilationPattern
@@ -258,14 +258,16 @@ def self_attention(
     num_heads, num_kv_heads = check_heads(num_heads, num_kv_heads)
     if head_dim is None and in_features % num_heads:
         raise ValueError(
-            f"`in_features` must be a multiple of `num_heads` where `head_dim` is not given, got {in_features} and "
+            f"`in_features` must be a multiple of `num_heads` if `head_dim` is not given, got {in_features} and "
             f"{num_heads}."
         )
     head_dim = in_features // num_heads if head_dim is None else check_int("head_dim", head_dim, most=MOST_POSITIONS)
     check_size("`in_features`, `num_heads` and `head_dim`", (in_features, num_heads, head_dim))
     check_position_kind(positions, head_dim)
     if positions == "xpos" and not is_causal:
-        raise ValueError('`is_causal` must be True for `positions="xpos"`, whose scores of later keys grow, got False.')
+        raise ValueError(
+            '`is_causal` must be True for `positions="xpos"`, as its scores grow for later keys, got False.'
+        )
     return SelfAttention(
         pattern,
         in_features,
@@ -281,7 +283,7 @@ def self_attention(
 
 
 def check_position_kind(positions: PositionKind | None, head_dim: int) -> None:
-    """Checks how positions are put into queries and keys of this head dim."""
+    """Checks the positional encoding for queries and keys with this head dimension."""
     check_optional_choice("positions", positions, get_args(PositionKind))
     if positions is not None and head_dim % 2:
         raise ValueError(f"`head_dim` must be even for `positions={positions!r}`, got {head_dim}.")
@@ -290,7 +292,7 @@ def check_position_kind(positions: PositionKind | None, head_dim: int) -> None:
 def check_layer(
     core: SelfAttention, out_features: int | None, norm_epsilon: float, flags: Mapping[str, object], **options: object
 ) -> int:
-    """Checks the arguments of a layer beside those of `self_attention`, and returns the features of its output.
+    """Checks the layer arguments that `self_attention` does not, and returns the number of output features.
 
     `flags` are arguments that must be bools; `options` are `dtype`, `param_dtype`, `kernel_init` and `bias_init`.
     """
@@ -309,7 +311,7 @@ def check_layer(
 
 
 def flat_initializer(init: Initializer, contracted: int) -> Initializer:
-    """An initializer of kernels with many axes that sees them as matrices, the first `contracted` axes being its rows.
+    """Returns an initializer that flattens kernels to matrices, with the first `contracted` axes as rows.
 
     Example:
         >>> import jax
@@ -326,7 +328,7 @@ def flat_initializer(init: Initializer, contracted: int) -> Initializer:
     return initial
 
 
-def _as_rows(name: str, x: Array, leading: tuple[int, ...]) -> Array:
-    """An array (batch..., T) with one batch axis."""
+def _flatten_batch(name: str, x: Array, leading: tuple[int, ...]) -> Array:
+    """Flattens the batch axes of an array (batch..., T) into one."""
     check_ids(name, x, leading, "(batch..., length)")
     return x if x.ndim == 2 else x.reshape(-1, leading[-1])

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringjax._src import online_softmax as softmax
-from ringjax._src.dropout import Stamps
+from ringjax._src.dropout import RowHashes
 from ringjax._src.kernels.rows import attend, gradients
 from ringjax._src.kernels.walk import Places, Sight, State, Walk
 from ringjax._src.kernels.xla import over_rows, tasks_together
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 
 
 class Queries(NamedTuple):
@@ -74,13 +74,13 @@ class Meeting(NamedTuple):
     walk: Walk
     scale: float
     divisor: int
-    stamps: Stamps | None = None  # of queries (N, C, n * G) and keys (N, C, n)
+    stamps: RowHashes | None = None  # of queries (N, C, n * G) and keys (N, C, n)
 
 
 class Found(NamedTuple):
     """The partial of the queries so far, (N, C, n * G, H) and (N, C, n * G), and the tiles computed, if counted."""
 
-    partial: Partial
+    partial: PartialSoftmax
     tiles: Array | None
 
 
@@ -96,10 +96,10 @@ def forward(found: Found, meeting: Meeting, heads: int) -> Found:
         marks = *at.ids(queries.ids, keys.ids, walk), at.stamps(meeting.stamps, walk)
         part = over_rows(_seeing(attend, at, walk), *marks, q, k, v)
         rows = walk.rows * walk.group
-        old = Partial(*(at.query_rows(x) for x in merged))
-        new = softmax.merge(old, Partial(*(x[:, :rows] for x in part)))
+        old = PartialSoftmax(*(at.query_rows(x) for x in merged))
+        new = softmax.merge(old, PartialSoftmax(*(x[:, :rows] for x in part)))
         tiles = None if found.tiles is None else found.tiles + at.num * walk.tiles(at.places)
-        return Found(Partial(*(at.with_query_rows(x, y) for x, y in zip(merged, new, strict=True))), tiles)
+        return Found(PartialSoftmax(*(at.with_query_rows(x, y) for x, y in zip(merged, new, strict=True))), tiles)
 
     return _over_visits(visit, found, queries.q.shape[0], visits, walk, heads)
 
@@ -154,11 +154,11 @@ class _At(NamedTuple):
         mine, theirs = self.query_rows(query_ids), self.key_rows(key_ids)
         return tuple(walk.padded(x[..., None], 1)[..., 0] for x in (mine, theirs))  # type: ignore[return-value]
 
-    def stamps(self, stamps: Stamps | None, walk: Walk) -> Stamps | None:
+    def stamps(self, stamps: RowHashes | None, walk: Walk) -> RowHashes | None:
         if stamps is None:
             return None
         mine = walk.padded(self.query_rows(stamps.query)[..., None], walk.group)
-        return Stamps(mine[..., 0], walk.padded(self.key_rows(stamps.key)[..., None], 1)[..., 0])
+        return RowHashes(mine[..., 0], walk.padded(self.key_rows(stamps.key)[..., None], 1)[..., 0])
 
     def _corner(self, chunk: Array, ndim: int) -> tuple[Array, ...]:
         zero = jnp.zeros_like(self.task)
@@ -166,7 +166,9 @@ class _At(NamedTuple):
 
 
 def _seeing(block: Callable[..., tuple[Array, ...]], at: _At, walk: Walk) -> Callable[..., tuple[Array, ...]]:
-    def see(query_ids: Array | None, key_ids: Array | None, stamps: Stamps | None, *rows: Array) -> tuple[Array, ...]:
+    def see(
+        query_ids: Array | None, key_ids: Array | None, stamps: RowHashes | None, *rows: Array
+    ) -> tuple[Array, ...]:
         count = jnp.zeros_like(at.task) + walk.rows
         return block(*rows, sight=Sight(count, query_ids, key_ids, at.places, stamps), walk=walk)
 

@@ -29,14 +29,14 @@ Line = Literal["same", "before"]
 class BlockSizes:
     """Rows per block of the Pallas kernels on TPU and GPU, for `dilated_attention(..., block_sizes=...)`.
 
-    Query rows are counted over all query heads that share a key/value head. A size is cut down where half of it holds
-    all rows of a segment. Whether blocks fit into the memory of a kernel, its compiler says.
+    Query rows are counted over all query heads that share a key/value head. A size is reduced if half of it holds all
+    rows of a segment. Blocks that exceed the kernel's memory are rejected by the compiler.
 
     Args:
-        query: Query rows of a block, forward.
-        key: Key rows of a block, forward.
-        grad_query: Query rows of a block, backward.
-        grad_key: Key rows of a block, backward.
+        query: Query rows per block in the forward pass.
+        key: Key rows per block in the forward pass.
+        grad_query: Query rows per block in the backward pass; `query` by default.
+        grad_key: Key rows per block in the backward pass; `key` by default.
 
     Raises:
         ValueError: If a size is not a power of two of at least 16.
@@ -49,7 +49,7 @@ class BlockSizes:
 
     query: int
     key: int
-    grad_query: int = 0  # 0: as forward
+    grad_query: int = 0  # 0: same as in the forward pass
     grad_key: int = 0
 
     def __post_init__(self) -> None:

@@ -21,7 +21,7 @@ from ringjax._src.kernels.kernel import Look
 from ringjax._src.kernels.strided import How, Joint, Rows, Strides
 from ringjax._src.kernels.walk import Walk
 from ringjax._src.kernels.xla import BlockOptions, Grads
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.rows.indices import PartTable
 from ringjax._src.rows.shard import ShardRows
 
@@ -36,8 +36,8 @@ class Dense(NamedTuple):
 
 
 def forward(
-    kernels: Kernels, dense: Dense, prior: Partial, table: PartTable, options: BlockOptions, *, keep_rows: bool
-) -> tuple[Partial, Array | None]:
+    kernels: Kernels, dense: Dense, prior: PartialSoftmax, table: PartTable, options: BlockOptions, *, keep_rows: bool
+) -> tuple[PartialSoftmax, Array | None]:
     """Merges a part of a branch into `prior`, (B, c, K, G, H) and (B, c, K, G).
 
     Returns:
@@ -46,9 +46,9 @@ def forward(
     kernel = meet.STRIDED.get(kernels.target)
     if kernel is not None and not keep_rows:
         rows, strides, look, spans = _in_place(kernels, dense, table, options, is_gradient=False)
-        flat = Partial(_rows(prior.out), prior.lse.reshape(-1))
+        flat = PartialSoftmax(_rows(prior.out), prior.lse.reshape(-1))
         part = kernel.forward(flat, rows, spans, How(look, strides, kernels.interpret))
-        return Partial(*(x.reshape(y.shape) for x, y in zip(part, prior, strict=True))), None
+        return PartialSoftmax(*(x.reshape(y.shape) for x, y in zip(part, prior, strict=True))), None
     part_rows = _PartRows(dense, table, options)
     meeting = part_rows.meeting()
     found = softmax.empty_like(jnp.zeros_like(meeting.queries.q, dtype=prior.lse.dtype))
@@ -167,10 +167,10 @@ class _PartRows:
         by_head = own.reshape(*own.shape[:2], len(self.table.heads), -1).transpose(2, 0, 1, 3)
         return by_head.reshape(-1, 1, self.table.rows * self.options.group, by_head.shape[-1] // self.options.group)
 
-    def merge(self, prior: Partial, found: Partial) -> Partial:
-        views = Partial(*(self._view(x) for x in prior))
+    def merge(self, prior: PartialSoftmax, found: PartialSoftmax) -> PartialSoftmax:
+        views = PartialSoftmax(*(self._view(x) for x in prior))
         merged = self.rows.merge(views, found, self.options.kv_heads, self.starts)
-        return Partial(*(self._put(x, y) for x, y in zip(prior, merged, strict=True)))
+        return PartialSoftmax(*(self._put(x, y) for x, y in zip(prior, merged, strict=True)))
 
     def add(self, prior: Grads, found: tuple[Array, ...]) -> Grads:
         sums = self.rows.add(tuple(self._view(x) for x in prior), found, self.options.kv_heads, self.starts)

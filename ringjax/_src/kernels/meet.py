@@ -18,12 +18,12 @@ from ringjax._src.kernels.cpu import calls as cpu
 from ringjax._src.kernels.hops import KeyRows, Meeting, Queries, Visits
 from ringjax._src.kernels.kernel import Line, Look
 from ringjax._src.kernels.tpu_call import Joint, Marks, Rows
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 
 STRIDED = {"gpu": gpu, "cpu": cpu}  # kernels that find rows where they stand
 
 
-def forward(kernels: Kernels, found: Partial, meeting: Meeting, counts: Array) -> Partial:
+def forward(kernels: Kernels, found: PartialSoftmax, meeting: Meeting, counts: Array) -> PartialSoftmax:
     """Merges what the queries find among the keys into what they found before; `counts` rows of each head (heads,)."""
     look = _look(kernels, meeting, counts, is_gradient=False)
     queries, keys = meeting.queries, meeting.keys
@@ -35,9 +35,9 @@ def forward(kernels: Kernels, found: Partial, meeting: Meeting, counts: Array) -
             found = tpu.forward(found, rows, look=look, interpret=kernels.interpret)
         else:
             flat, strides = _flat(queries, keys, chunks, marks, look)
-            prior = Partial(_rows(found.out), found.lse.reshape(-1))
+            prior = PartialSoftmax(_rows(found.out), found.lse.reshape(-1))
             part = STRIDED[kernels.target].forward(prior, flat, spans, strided.How(look, strides, kernels.interpret))
-            found = Partial(*(x.reshape(y.shape) for x, y in zip(part, found, strict=True)))
+            found = PartialSoftmax(*(x.reshape(y.shape) for x, y in zip(part, found, strict=True)))
     return found
 
 

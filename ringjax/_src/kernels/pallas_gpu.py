@@ -19,16 +19,16 @@ from ringjax._src import online_softmax as softmax
 from ringjax._src.kernels.kernel import dot, quotient
 from ringjax._src.kernels.platform import on_its_platform
 from ringjax._src.kernels.strided import How, Joint, Rows
-from ringjax._src.online_softmax import Partial, Running
+from ringjax._src.online_softmax import PartialSoftmax, Running
 from ringjax._src.vma import shaped_like
 
 
 @functools.partial(jax.jit, static_argnames=("how",))
-def forward(prior: Partial, rows: Rows, spans: Array, how: How) -> Partial:
+def forward(prior: PartialSoftmax, rows: Rows, spans: Array, how: How) -> PartialSoftmax:
     """Merges what the queries of all tasks find among their keys into `prior`, (rows, H) and (rows,), float32."""
     kernel = functools.partial(_forward_kernel, at=_At(how, rows))
     out, lse = _call(kernel, "forward", rows, spans, how.look.query_blocks, (), tuple(prior), how)
-    return Partial(out, lse)
+    return PartialSoftmax(out, lse)
 
 
 def _forward_kernel(tasks: Any, spans: Any, *refs: Any, at: _At) -> None:  # noqa: ANN401
@@ -38,7 +38,9 @@ def _forward_kernel(tasks: Any, spans: Any, *refs: Any, at: _At) -> None:  # noq
     @pl.when(here.first < here.end)
     def _() -> None:
         q = at.read(inputs.query, own)
-        part = Partial(at.read(prior_out, own), plgpu.load(prior_lse.at[own.where], mask=own.is_there, other=-jnp.inf))
+        part = PartialSoftmax(
+            at.read(prior_out, own), plgpu.load(prior_lse.at[own.where], mask=own.is_there, other=-jnp.inf)
+        )
 
         def step(block: Array, state: Running, is_masked: bool) -> Running:
             keys = at.keys(here, inputs, block)

@@ -19,19 +19,19 @@ from jax.experimental import pallas as pl
 from ringjax._src import online_softmax as softmax
 from ringjax._src.kernels.kernel import Look, dot, quotient
 from ringjax._src.kernels.tpu_call import Call, Joint, Rows, Specs
-from ringjax._src.online_softmax import Partial, Running
+from ringjax._src.online_softmax import PartialSoftmax, Running
 
 _LANES = 128
 
 
 @functools.partial(jax.jit, static_argnames=("look", "interpret"))
-def forward(prior: Partial, rows: Rows, *, look: Look, interpret: bool = False) -> Partial:
+def forward(prior: PartialSoftmax, rows: Rows, *, look: Look, interpret: bool = False) -> PartialSoftmax:
     """Merges what the queries find in the keys into `prior`, (N, C, n * G, H) and (N, C, n * G), float32."""
     out, lse = forward_call(prior, rows, look).run(interpret)
-    return Partial(out, lse[:, :, 0])
+    return PartialSoftmax(out, lse[:, :, 0])
 
 
-def forward_call(prior: Partial, rows: Rows, look: Look) -> Call:
+def forward_call(prior: PartialSoftmax, rows: Rows, look: Look) -> Call:
     """The kernel of `forward` with its blocks."""
     at = Specs(look, rows.q.shape, "query")
     sums = [(prior.out, at.query), (prior.lse[:, :, None], at.numbers("query", 1))]
@@ -53,7 +53,7 @@ def _forward_kernel(chunks: Any, spans: Any, q: Any, kv: Any, *refs: Any, look: 
 
     @pl.when(nth == 0)
     def _() -> None:
-        part = Partial(prior_out[0, 0], _to_column(prior_lse[0, 0]))
+        part = PartialSoftmax(prior_out[0, 0], _to_column(prior_lse[0, 0]))
         acc[...], peak[...], total[...] = softmax.resume(part)
 
     def step(is_masked: bool) -> None:

@@ -11,13 +11,13 @@ from jax import Array, lax
 
 from ringjax._src import online_softmax as softmax
 from ringjax._src.kernels.walk import Keys, Sight, Walk, replaced
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 
 
-def attend(q: Array, k: Array, v: Array, *, sight: Sight, walk: Walk) -> Partial:
+def attend(q: Array, k: Array, v: Array, *, sight: Sight, walk: Walk) -> PartialSoftmax:
     """The partial of q (M, H), already scaled, over k and v (S, H)."""
 
-    def block(whole: Partial, index: Array | int) -> Partial:
+    def block(whole: PartialSoftmax, index: Array | int) -> PartialSoftmax:
         q_block = walk.query_block(q, index)
 
         def step(state: softmax.Running, keys: Keys) -> softmax.Running:
@@ -32,7 +32,7 @@ def attend(q: Array, k: Array, v: Array, *, sight: Sight, walk: Walk) -> Partial
 
         state = walk.over_keys(step, softmax.start(q_block), index, sight)
         part = softmax.finish(state)
-        return Partial(*(walk.with_query_block(x, y, index) for x, y in zip(whole, part, strict=True)))
+        return PartialSoftmax(*(walk.with_query_block(x, y, index) for x, y in zip(whole, part, strict=True)))
 
     return walk.over_queries(block, softmax.empty_like(q), sight)
 

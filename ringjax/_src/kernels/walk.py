@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringjax._src import dropout
-from ringjax._src.dropout import Stamps
+from ringjax._src.dropout import RowHashes
 from ringjax._src.rows.sizes import WalkSizes
 
 State = TypeVar("State")
@@ -55,7 +55,7 @@ class Sight(NamedTuple):
     query_ids: Array | None = None
     key_ids: Array | None = None
     places: Places | None = None
-    stamps: Stamps | None = None
+    stamps: RowHashes | None = None
 
 
 class Keys(NamedTuple):

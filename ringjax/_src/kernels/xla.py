@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from ringjax._src import online_softmax as softmax
-from ringjax._src.dropout import Stamps
+from ringjax._src.dropout import RowHashes
 from ringjax._src.kernels.rows import attend, gradients
 from ringjax._src.kernels.walk import Sight, State, Walk
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.rows.indices import PartTable
 from ringjax._src.rows.select import Box, Columns, Windows, from_bits
 
@@ -52,7 +52,7 @@ class Inputs(NamedTuple):
     key: Array
     value: Array
     ids: Array | None
-    stamps: Stamps | None = None
+    stamps: RowHashes | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,13 +70,13 @@ class BlockOptions:
 
 
 def forward(
-    inputs: Inputs, prior: Partial, table: PartTable, options: BlockOptions, *, is_first: bool, keep_rows: bool
-) -> tuple[Partial, Array | None]:
+    inputs: Inputs, prior: PartialSoftmax, table: PartTable, options: BlockOptions, *, is_first: bool, keep_rows: bool
+) -> tuple[PartialSoftmax, Array | None]:
     """Merges a part of a branch into `prior`.
 
     Args:
         inputs: What to attend over.
-        prior: Partial of earlier branches, from (B, T, K, G, H) and (B, T, K, G).
+        prior: PartialSoftmax of earlier branches, from (B, T, K, G, H) and (B, T, K, G).
         table: The part.
         options: Heads, mask and scale.
         is_first: Whether `prior` is empty, so that it need not be read.
@@ -91,7 +91,7 @@ def forward(
     rows = jnp.zeros_like(prior.out, shape=own_shape) if keep_rows else None
     walk = _walk(table, options)
 
-    def task(carry: tuple[Partial, Array | None], at: _Task) -> tuple[Partial, Array | None]:
+    def task(carry: tuple[PartialSoftmax, Array | None], at: _Task) -> tuple[PartialSoftmax, Array | None]:
         merged, rows = carry
         q, k, v, ids = _gather(inputs, merged.lse.dtype, at, walk, options.scale)
         stamps = _read_stamps(inputs, at, walk)
@@ -100,10 +100,10 @@ def forward(
         rows = None if rows is None else at.own.write(rows, out)
         if not is_first:
             split = (*lse.shape, -1)
-            old = Partial(at.box.read(merged.out).reshape(split), at.box.read(merged.lse))
-            new = softmax.merge(old, Partial(out.reshape(split), lse))
+            old = PartialSoftmax(at.box.read(merged.out).reshape(split), at.box.read(merged.lse))
+            new = softmax.merge(old, PartialSoftmax(out.reshape(split), lse))
             out, lse = new.out.reshape(out.shape), new.lse
-        return Partial(at.box.write(merged.out, out), at.box.write(merged.lse, lse)), rows
+        return PartialSoftmax(at.box.write(merged.out, out), at.box.write(merged.lse, lse)), rows
 
     return _over_tasks(task, (prior, rows), table, options)
 
@@ -194,7 +194,7 @@ def tasks_together(tasks: int, walk: Walk) -> int:
     return max(n for n in range(1, most + 1) if tasks % n == 0)
 
 
-def over_rows(one: Callable[..., tuple[Array, ...]], *args: Array | Stamps | None) -> tuple[Array, ...]:
+def over_rows(one: Callable[..., tuple[Array, ...]], *args: Array | RowHashes | None) -> tuple[Array, ...]:
     """Maps `one` over the leading axis; a single entry goes without a batch axis, which would keep it on one core."""
     if jax.tree.leaves(args)[0].shape[0] > 1:
         return jax.vmap(one)(*args)
@@ -206,7 +206,7 @@ def _seeing(
     count: Array,
     walk: Walk,
     ids: Array | None,
-    stamps: Stamps | None,
+    stamps: RowHashes | None,
     *rows: Array,
 ) -> tuple[Array, ...]:
     """`block` on rows that meet each other."""
@@ -243,12 +243,12 @@ def _read_ids(inputs: Inputs, at: _Task) -> Array | None:
     return None if inputs.ids is None else at.ids.read(inputs.ids)
 
 
-def _read_stamps(inputs: Inputs, at: _Task, walk: Walk) -> Stamps | None:
+def _read_stamps(inputs: Inputs, at: _Task, walk: Walk) -> RowHashes | None:
     """A task's stamps, of queries (num, M) and of keys (num, S), or None."""
     if inputs.stamps is None:
         return None
     mine, theirs = at.box.read(inputs.stamps.query), at.ids.read(inputs.stamps.key)
-    return Stamps(_padded(mine, walk, walk.group)[..., 0], _padded(theirs, walk, 1)[..., 0])
+    return RowHashes(_padded(mine, walk, walk.group)[..., 0], _padded(theirs, walk, 1)[..., 0])
 
 
 def _rows(box: Box, x: Array, acc: jnp.dtype, ids: Array | None) -> Array:

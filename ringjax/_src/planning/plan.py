@@ -1,7 +1,7 @@
-"""The plan of a dilated attention on a ring: where each branch runs and what that costs.
+"""Execution plans for dilated attention on a ring: where each branch runs and its cost.
 
-A plan is data that the ring executes: where a branch runs, the devices of its rings, its tables and what goes round are
-read from here when the program is made.
+The ring implementation executes these plans: it reads where a branch runs, its devices, its tables and its messages
+from here when a program is traced.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ _LONG_MESSAGE = 2**19  # bytes; cutting longer messages costs no time
 
 @dataclasses.dataclass(frozen=True)
 class BranchPlan:
-    """Where and how one branch runs.
+    """Execution plan of one branch.
 
     Attributes:
-        segment_length: Length of its segments, clamped to the stored sequence.
+        segment_length: Segment length, clamped to the stored sequence.
         rate: Dilation rate.
-        where: ``"local"`` if no device needs another's keys; ``"ring"`` if keys (or queries) rotate;
+        where: ``"local"`` if no device needs keys of other devices; ``"ring"`` if keys (or queries) rotate;
             ``"all_gather"`` if keys are gathered once.
-        group: Devices that share segments; the ring has that many.
-        is_aligned: Whether chunks are alike for this branch, which is the fast case.
-        advice: What would make it so, or "".
-        rows: Selected rows on a device, over its heads, per batch entry.
-        pieces: In how many parts the heads travel, one after the other: large messages are cut, to take less memory.
-        moves: What goes round in the backward pass.
+        group: Number of devices that share a segment, which form one ring.
+        is_aligned: Whether all chunks select the same rows in this branch, which is the fast path.
+        advice: How to make the branch aligned, or an empty string.
+        rows: Number of rows selected on a device, summed over its heads, per batch entry.
+        pieces: Number of parts in which the heads are sent one after the other. Large messages are split to save
+            memory.
+        moves: What rotates in the backward pass.
         forward: Messages of the forward pass.
         backward: Messages of the backward pass.
-        request: What the plan was made for.
-        selection: The branch with its heads.
-        tables: How a local branch is computed.
-        shard: How another branch is computed.
+        request: The configuration that was planned.
+        selection: The branch and its heads.
+        tables: Row tables of a local branch.
+        shard: Row tables of a branch that needs keys of other devices.
 
     Example:
         >>> import ringjax as rj
@@ -85,7 +86,7 @@ class BranchPlan:
 
     @functools.cached_property
     def flops(self) -> tuple[float, ...]:
-        """Forward flops of each device."""
+        """FLOPs of each device in the forward pass."""
         r = self.request
         layout = layout_named(r.layout)
         pairs = costs.pairs_per_device(self.selection, layout, r.ring_size, r.stored_length, r.is_causal)
@@ -93,19 +94,19 @@ class BranchPlan:
 
     @property
     def hops(self) -> int:
-        """How often each piece of the keys hops in the forward pass."""
+        """Number of hops of each piece of the keys in the forward pass."""
         return self.group - 1 if self.where == "ring" else 0
 
     @property
     def balance(self) -> float:
-        """Flops of the busiest device over the mean."""
+        """FLOPs of the busiest device divided by the mean."""
         return float(max(self.flops) / np.mean(self.flops)) if any(self.flops) else 1.0
 
     @property
     def kernels(self) -> dict[str, str]:
-        """For each target, ``"pallas"`` or the reason why plain XLA computes (a part of) the branch.
+        """For each target, ``"pallas"`` or the reason why plain XLA computes (part of) the branch.
 
-        For GPUs of compute capability 8.0 and later, block sizes of our choice and ids that fit int32.
+        Assumes GPUs of compute capability 8.0 or later, default block sizes and segment ids that fit int32.
         """
         r = self.request
         rows = [table.rows for table in self.tables] if self.shard is None else [self.shard.rows]
@@ -115,20 +116,20 @@ class BranchPlan:
         return {target: next(filter(None, found), usual) for target, found in reasons.items()}
 
     def sent(self, messages: tuple[Message, ...]) -> int:
-        """Bytes that leave each device."""
+        """Returns the number of bytes that each device sends for these messages."""
         return sum(m.sent(self.group) for m in messages)
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """Where each branch of a pattern runs on a ring, and what that costs; `print` shows it as a table.
+    """Execution plan and estimated cost of a pattern on a ring. Printing it shows a table.
 
     Attributes:
-        request: What it was made for.
+        request: The configuration that was planned.
         branches: One plan per branch.
-        forward_memory: Estimated bytes per device of a forward pass in plain XLA: arguments, outputs and temporaries;
-            see `memory` for the kernels.
-        gradient_memory: Estimated bytes per device of forward and backward pass.
+        forward_memory: Estimated bytes per device of the forward pass in plain XLA: arguments, outputs and temporaries.
+            See `memory` for the kernels.
+        gradient_memory: Estimated bytes per device of forward and backward pass in plain XLA.
 
     Example:
         >>> import ringjax as rj
@@ -144,16 +145,19 @@ class Plan:
 
     @property
     def flops(self) -> tuple[float, ...]:
-        """Forward flops of each device; the backward pass takes 2.5 times as many."""
+        """FLOPs of each device in the forward pass; the backward pass takes 2.5 times as many."""
         return tuple(np.sum([b.flops for b in self.branches], axis=0).tolist())
 
     @property
     def balance(self) -> float:
-        """Flops of the busiest device over the mean."""
+        """FLOPs of the busiest device divided by the mean."""
         return float(max(self.flops) / np.mean(self.flops)) if any(self.flops) else 1.0
 
     def memory(self, platform: Platform = "cpu") -> Memory:
-        """Estimated bytes per device on a platform: of a forward pass, and of forward and backward pass.
+        """Estimates bytes per device on a platform: for the forward pass, and for forward and backward pass.
+
+        Raises:
+            ValueError: If `platform` is unknown.
 
         Example:
             >>> import ringjax as rj
@@ -165,17 +169,17 @@ class Plan:
 
     @property
     def aligned_length(self) -> int | None:
-        """The least stored length at which every branch takes the fast path; None if it is over twice as long."""
+        """Smallest stored length at which every branch takes the fast path, or None if it is over twice as long."""
         return geometry.aligned_length(self.request)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tables."""
+        """Size of the row tables in bytes."""
         shards = [b.shard for b in self.branches if b.shard is not None]
         return sum(table.nbytes for b in self.branches for table in b.tables) + sum(x.nbytes for x in shards)
 
     def to_dict(self) -> dict[str, Any]:
-        """The plan as plain data, fit for JSON."""
+        """Returns the plan as JSON-serializable data."""
         skipped = {"request", "selection", "tables", "shard"}
         branches = []
         for branch in self.branches:
@@ -201,7 +205,7 @@ class Plan:
 
 
 def make_plan(request: Request) -> Plan:
-    """The plan for a checked request, from the pattern cache."""
+    """Returns the plan for a validated request, from the pattern cache."""
     return memoized(request, _make_plan)
 
 
@@ -250,7 +254,7 @@ def _strategy(request: Request, rows: int, group: int) -> Literal["ring", "all_g
 
 
 def _pieces(request: Request, rows: int, heads: int) -> int:
-    """In how many equal parts the heads travel: as many as keep messages long."""
+    """Returns the number of equal parts in which the heads are sent: as many as keep messages long."""
     size = costs.row_bytes(request, rows).keys
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or size // n >= _LONG_MESSAGE))
 
@@ -273,30 +277,33 @@ def plan(
     has_segment_ids: bool = False,
     head_shards: int = 1,
 ) -> Plan:
-    """Plans a dilated attention on a ring of devices; print the result to read it.
+    """Plans dilated attention on a ring of devices and estimates its cost. Print the result to read it.
 
     Args:
-        pattern: The branches.
-        seq_len: Length of the sequence; it is stored padded to what the layout needs.
-        num_heads: Query heads.
+        pattern: Segment lengths and dilation rates of the branches.
+        seq_len: Length of the sequence without padding.
+        num_heads: Number of query heads.
         head_dim: Dimensions per head.
-        ring_size: Devices that share the sequence.
-        stored_length: Length with padding, the least that the layout needs by default.
-        num_kv_heads: Key/value heads, as many as query heads by default.
-        batch: Sequences per device.
+        ring_size: Number of devices that share the sequence.
+        stored_length: Length with padding; by default the smallest that the layout allows.
+        num_kv_heads: Number of key/value heads; `num_heads` by default.
+        batch: Number of sequences per device.
         layout: ``"contiguous"`` or ``"zigzag"``.
-        is_causal: Whether a query sees only keys up to its position.
-        dtype: Of query, key and value.
-        strategy: ``"auto"``, ``"ring"`` or ``"all_gather"`` for the branches that need other devices' keys.
-        memory_budget: Bytes that a device has for this attention, or None.
-        has_segment_ids: Whether segment ids travel with the keys.
-        head_shards: Devices that share the heads.
+        is_causal: Whether a query attends only to keys at its own and earlier positions.
+        dtype: Dtype of query, key and value.
+        strategy: ``"auto"``, ``"ring"`` or ``"all_gather"`` for branches that need keys of other devices, see `Ring`.
+        memory_budget: Bytes available on each device for attention and its gradient, or None for no limit.
+        has_segment_ids: Whether segment ids are sent with the keys.
+        head_shards: Number of devices that share the heads.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: If an argument is not as described, or if nothing fits into the budget.
+        ValueError: If a size is below 1, `num_heads` is not a multiple of `num_kv_heads`, the key/value heads do not
+            divide evenly over `head_shards`, `stored_length` is below `seq_len` or not a multiple of the number of
+            chunks, `layout`, `strategy` or `dtype` is unknown, or no strategy fits `memory_budget`.
+        NotImplementedError: If a pattern with ``heads="split"`` is combined with `head_shards` above 1.
 
     Example:
         >>> import ringjax as rj
@@ -346,9 +353,14 @@ def plan(
 
 
 def checked_plan(request: Request) -> Plan:
-    """The plan for this request, or an error where heads cannot be sharded or the memory budget is too small."""
+    """Returns the plan for a request.
+
+    Raises:
+        ValueError: If the memory budget is too small for every strategy that the request allows.
+        NotImplementedError: If heads are sharded in a pattern with ``heads="split"``.
+    """
     if request.pattern.heads == "split" and request.head_shards > 1:
-        raise NotImplementedError('`heads="split"` cannot run with heads sharded over a mesh axis.')
+        raise NotImplementedError('`heads="split"` does not support heads sharded over a mesh axis.')
     made = make_plan(request)
     budget = request.memory_budget
     if budget is not None and made.gradient_memory > budget:

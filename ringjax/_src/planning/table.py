@@ -1,4 +1,4 @@
-"""Plans as tables that a person can read."""
+"""Plans as human-readable tables."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH = 120
 
 
 def plan_table(plan: Plan, *, has_caption: bool = True) -> str:
-    """The plan as text, at most 120 columns wide; the caption says what the numbers leave out."""
+    """Formats a plan as a table of at most 120 columns, with notes on memory and slow branches in the caption."""
     request = plan.request
     caption = _caption(plan) if has_caption else None
     table = Table(title=_title(plan), title_justify="left", title_style="", caption=caption)
@@ -74,7 +74,7 @@ def _title(plan: Plan) -> str:
 def _caption(plan: Plan) -> str:
     lines = [
         f"Memory per device, estimated: {bytes_text(plan.forward_memory)} forward, "
-        f"{bytes_text(plan.gradient_memory)} with gradient. Flops: forward, busiest device.",
+        f"{bytes_text(plan.gradient_memory)} with gradient. FLOPs: forward, busiest device.",
     ]
     for branch in plan.branches:
         used = len(set(branch.selection.offsets))
@@ -82,7 +82,7 @@ def _caption(plan: Plan) -> str:
             lines.append(f"{branch.segment_length}/{branch.rate}: the heads use {used} of {branch.rate} residues.")
         if branch.advice:
             name = f"{branch.segment_length}/{branch.rate}"
-            lines.append(f"{name} is computed by position, which is slower; for the fast path {branch.advice}.")
+            lines.append(f"{name} is computed by position, which is slower; for the fast path, {branch.advice}.")
     reasons = {reason: target for b in plan.branches for target, reason in b.kernels.items() if reason != "pallas"}
     for reason, target in reasons.items():
         names = [f"{b.segment_length}/{b.rate}" for b in plan.branches if b.kernels[target] == reason]
@@ -90,10 +90,10 @@ def _caption(plan: Plan) -> str:
     if any(branch.advice for branch in plan.branches) and plan.aligned_length:
         length = plan.aligned_length
         lines.append(
-            f"All branches take the fast path in {length:,} stored positions: to_layout(..., length={length})."
+            f"All branches take the fast path at a stored length of {length:,}: to_layout(..., length={length})."
         )
     if plan.request.is_causal and plan.balance > 1.05 and plan.request.layout == "contiguous":
-        lines.append('The busiest device does more than its share: layout="zigzag" evens out causal work.')
+        lines.append('The work is unevenly distributed: layout="zigzag" balances causal work.')
     return "\n".join(lines)
 
 
@@ -115,7 +115,7 @@ def _row(branch: BranchPlan) -> tuple[str, ...]:
 
 
 def bytes_text(number: float) -> str:
-    """A number of bytes, in powers of 1024."""
+    """Formats a number of bytes with binary prefixes."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if number < 1024:
             return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
@@ -124,7 +124,7 @@ def bytes_text(number: float) -> str:
 
 
 def count_text(number: float) -> str:
-    """A large number, in powers of 1000."""
+    """Formats a large number with decimal prefixes."""
     for unit in ("", "K", "M", "G", "T"):
         if number < 1000:
             return f"{number:.1f}{unit}"

@@ -71,7 +71,14 @@ class PartTable:
 
 
 class CacheInfo(NamedTuple):
-    """State of the pattern cache, see `pattern_cache_info`."""
+    """Statistics of the pattern cache, see `pattern_cache_info`.
+
+    Attributes:
+        hits: Lookups that found an entry.
+        misses: Lookups that built an entry.
+        entries: Number of entries.
+        bytes: Total size of the arrays of all entries.
+    """
 
     hits: int
     misses: int
@@ -130,7 +137,7 @@ def memoized(key: Hashable, build: Callable[[Any], _Made]) -> _Made:
 
 
 def pattern_cache_info() -> CacheInfo:
-    """Hits, misses, entries and bytes of the pattern cache.
+    """Returns hits, misses, number of entries and size in bytes of the pattern cache.
 
     Example:
         >>> import ringjax as rj
@@ -142,7 +149,7 @@ def pattern_cache_info() -> CacheInfo:
 
 
 def pattern_cache_clear() -> None:
-    """Empties the pattern cache and sets its counts to 0.
+    """Clears the pattern cache and resets its statistics.
 
     Example:
         >>> import ringjax as rj

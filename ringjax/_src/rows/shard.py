@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array, lax
 
 from ringjax._src import online_softmax as softmax
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.pattern import selected_before
 from ringjax._src.rows.indices import PartTable
 from ringjax._src.rows.select import Box, Columns, Picked
@@ -111,16 +111,16 @@ class ShardRows:
 
         return lax.fori_loop(0, len(self.heads), body, taken)
 
-    def merge(self, merged: Partial, part: Partial, num_heads: int, starts: Array) -> Partial:
+    def merge(self, merged: PartialSoftmax, part: PartialSoftmax, num_heads: int, starts: Array) -> PartialSoftmax:
         """The views `merged` with the partial of the selected rows, (..., G, H) and (..., G), merged in."""
         dim = part.out.shape[-1]
 
         def new(old: tuple[Array, Array], rows: tuple[Array, Array]) -> tuple[Array, Array]:
             split = lambda x: x.reshape(*x.shape[:-1], -1, dim)  # noqa: E731
-            joint = softmax.merge(Partial(split(old[0]), old[1]), Partial(split(rows[0]), rows[1]))
+            joint = softmax.merge(PartialSoftmax(split(old[0]), old[1]), PartialSoftmax(split(rows[0]), rows[1]))
             return joint.out.reshape(old[0].shape), joint.lse
 
-        return Partial(*self._replace(new, merged, part, num_heads, starts))
+        return PartialSoftmax(*self._replace(new, merged, part, num_heads, starts))
 
     def add(self, sums: tuple[Array, ...], rows: tuple[Array, ...], num_heads: int, starts: Array) -> tuple[Array, ...]:
         """The views `sums` with `rows` added to the selected rows."""

@@ -12,14 +12,14 @@ from jax import Array
 
 from ringjax._src.kernels.platform import on_its_platform
 from ringjax._src.kernels.strided import How, Joint, Rows
-from ringjax._src.online_softmax import Partial
+from ringjax._src.online_softmax import PartialSoftmax
 
 KEY_ROWS = 64  # of a block, as the kernels are written; they refuse another number
 
 
-def forward(prior: Partial, rows: Rows, spans: Array, how: How) -> Partial:
+def forward(prior: PartialSoftmax, rows: Rows, spans: Array, how: How) -> PartialSoftmax:
     """Merges what the queries of all tasks find among their keys into `prior`, (rows, H) and (rows,)."""
-    return Partial(*_call("forward", (*_inputs(rows, spans), *prior), sums=2, **_numbers(how)))
+    return PartialSoftmax(*_call("forward", (*_inputs(rows, spans), *prior), sums=2, **_numbers(how)))
 
 
 def backward(
