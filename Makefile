@@ -1,7 +1,7 @@
-# Two commands do all the set-up: `make demo` and `make test`. `make test PYTHON=python3.12` picks an interpreter.
+# Targets create the environments that they need. `make test PYTHON=python3.12` selects an interpreter.
 PYTHON ?= python3
 VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-$(if $(VERSION),,$(error PYTHON=$(PYTHON) does not run: name an interpreter, Python 3.11 or later))
+$(if $(VERSION),,$(error PYTHON=$(PYTHON) does not run: pass an interpreter, Python 3.11 or later))
 VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
@@ -14,11 +14,11 @@ demo: $(VENV)/ready
 ring: $(VENV)/ready
 	$(BIN)/python examples/ring.py
 
-# two layers learn to answer from 4,096 tokens back
+# trains two layers to recall a token from 4,096 positions back
 recall: $(VENV)/ready
 	$(BIN)/python examples/recall.py --out runs/recall.png
 
-# a language model on the sources of Python's standard library, on 8 simulated devices; TRAIN takes more options
+# trains a language model on the source code of Python's standard library, on 8 simulated devices; TRAIN adds options
 train: $(VENV)/ready
 	$(BIN)/python examples/train_lm.py --devices 8 --out runs/train --overwrite $(TRAIN)
 
@@ -28,7 +28,7 @@ test: $(VENV)/ready
 test-slow: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(WORKERS) -m slow
 
-# interrupts training in every way for half an hour, and compares the losses; ends with a table, and 1 if one differs
+# interrupts training runs in many ways for 30 minutes and compares their losses; prints a table, fails on any difference
 SOAK ?= --minutes 30 --seed 0
 soak: $(VENV)/ready
 	$(BIN)/python tests/soak.py $(SOAK)
@@ -41,17 +41,17 @@ lint: $(VENV)/ready
 types: $(VENV)/ready
 	$(BIN)/mypy
 
-# compiling is most of what the examples cost
+# most of the time is spent compiling, so skip optimizations
 doctest: $(VENV)/ready
 	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q --doctest-modules ringjax
 
-# the CPU kernels under address, undefined-behavior and thread sanitizers, without Python; a few minutes.
-# SANITIZE=--quick takes two dtypes and fewer shapes: about 20 seconds
+# runs the CPU kernels under address, undefined-behavior and thread sanitizers, without Python; takes a few minutes.
+# SANITIZE=--quick tests two dtypes and fewer shapes, in about 20 seconds
 sanitize:
 	$(PYTHON) tests/native/sanitize.py $(SANITIZE)
 
-# all benchmarks into one report, build/bench/report.md: quick, or all of it; BENCH="--parts ring,decode" runs some.
-# Peers: PyTorch lives in an environment of its own, ringattention in a folder of its own
+# runs all benchmarks and writes build/bench/report.md, in quick or full form; BENCH="--parts ring,decode" selects parts.
+# The libraries compared with are installed separately: PyTorch in .venv-torch, ringattention in .peer
 BENCH_COMMAND = $(BIN)/python benchmarks/run.py --torch-python .venv-torch/bin/python --peer .peer
 bench: $(VENV)/ready .venv-torch/ready .peer/ready
 	$(BENCH_COMMAND) $(BENCH)
@@ -63,18 +63,18 @@ bench-full: $(VENV)/ready .venv-torch/ready .peer/ready
 million: $(VENV)/ready
 	$(BIN)/python benchmarks/million.py --full
 
-# rings compiled by the compilers of accelerators, without the accelerators; each compiler lives in an environment of its own
+# compile rings ahead of time for TPU and GPU topologies; each compiler is installed in its own environment
 aot-tpu: .venv-aot-tpu-$(VERSION)/ready
 	.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot.py tpu $(AOT)
 
 aot-cuda: .venv-aot-cuda-$(VERSION)/ready
 	.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot.py cuda $(AOT)
 
-# the site of docs/, in build/site; a warning is an error
+# builds the documentation site in build/site; warnings are errors
 docs: $(VENV)/docs-ready
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
-# sdist and wheel, in dist; the wheel, made from the sdist, is tried in a folder and an environment with nothing else
+# builds sdist and wheel in dist, and tests the wheel in an empty folder and a clean environment
 package: $(VENV)/ready
 	rm -rf dist
 	$(BIN)/python -m build --outdir dist
@@ -108,7 +108,7 @@ $(VENV)/ready: pyproject.toml
 	$(@D)/bin/python -m pip install --quiet -e . 'jax[tpu]'
 	touch $@
 
-# the compiler and ptxas only: none of CUDA's libraries
+# only the compiler and ptxas, no CUDA libraries
 .venv-aot-cuda-$(VERSION)/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet -e . 'jax[cuda12-local]' nvidia-cuda-nvcc-cu12

@@ -274,13 +274,14 @@ def test_an_interrupted_write_leaves_the_earlier_file(tmp_path, monkeypatch):
     assert [(x.name, x.read_bytes()) for x in tmp_path.iterdir()] == [("a", b"before")]
 
 
-def test_characters_that_stdout_cannot_encode_are_escaped(monkeypatch):
-    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+@pytest.mark.parametrize("errors", ["strict", "surrogateescape"])  # the latter in the C locale
+def test_characters_that_stdout_cannot_encode_are_replaced(monkeypatch, errors):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors=errors)
     monkeypatch.setattr(sys, "stdout", stream)
     display_module.never_fail_to_encode()
-    print("1 × ü")
+    print("1 × \udcfc")
     stream.flush()
-    assert stream.buffer.getvalue() == b"1 \\xd7 \\xfc\n"
+    assert stream.buffer.getvalue() == b"1 ? ?\n"
 
 
 # ---- profile and signals ----

@@ -142,7 +142,7 @@ def test_parameters_and_moments_are_sharded_and_drawn_alike(quick):
         ("--ring 8 --seq-len 72", "--seq-len must be a multiple of 16 for layout zigzag on a ring of 8, got 72"),
         ("--data 8", "--batch must be a multiple of --accumulate x --data, 1 x 8, got 4"),
         ("--accumulate 3 --ring 1", "--batch must be a multiple of --accumulate x --data, 3 x 1, got 4"),
-        ("--tensor 4 --ring 2", "key/value heads must divide evenly over `head_axis`, got 2 heads over 4 devices."),
+        ("--tensor 4 --ring 2", "devices of `head_axis`, got 2 heads over 4 devices."),
         ("--heads 3 --ring 1", "`features` must be a multiple of `num_heads`"),
         ("--rates 1,2,3", "got 2 and 3"),
         ("--dtype float33", "float33"),

@@ -170,10 +170,10 @@ def keep_stdout_for_records() -> None:
 
 
 def never_fail_to_encode() -> None:
-    """Escapes characters that the locale cannot encode, instead of raising an error."""
+    """Shows a question mark for characters that the locale cannot encode, instead of raising an error."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
-            stream.reconfigure(errors="backslashreplace")
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            stream.reconfigure(errors="replace")
 
 
 def complain(text: str) -> None:

@@ -60,7 +60,7 @@ def _is_address(text: str) -> bool:
 
 
 def _is_encodable(text: str) -> bool:
-    return not any("\ud800" <= x <= "\udfff" for x in text)  # surrogates stand for bytes that could not be decoded
+    return not any("\ud800" <= x <= "\udfff" for x in text)  # surrogates represent bytes that could not be decoded
 
 
 ADDRESS = Rule("HOST:PORT with a port from 1 to 65535", _is_address)
