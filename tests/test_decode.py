@@ -381,5 +381,5 @@ def test_invalid_arguments_raise_and_name_the_argument():
         with pytest.raises(ValueError, match=message):
             call()
     ring = rj.Ring(ring_mesh(1, 2, names=("ring", "tensor")), head_axis="tensor")
-    with pytest.raises(NotImplementedError, match=r'`heads="split"` does not go with a `head_axis`'):
+    with pytest.raises(NotImplementedError, match=r'`heads="split"` does not support a `head_axis`'):
         cache_for(CASE._replace(rule="split"), np.float32, ring=ring)

@@ -96,10 +96,10 @@ def test_invalid_arguments_raise_and_name_the_argument():
         r"`temperature` must be a finite number above 0, got 0": lambda: rj.generate(
             step, (), tokens, 3, rng=jax.random.key(0), temperature=0.0
         ),
-        r"`top_k` must be at most the vocabulary 5, got 6": lambda: rj.generate(
+        r"`top_k` must be at most the vocabulary size 5, got 6": lambda: rj.generate(
             step, (), tokens, 3, rng=jax.random.key(0), top_k=6
         ),
-        r"`step` must give logits of shape \(2, vocabulary\)": lambda: rj.generate(
+        r"`step` must return logits of shape \(2, vocabulary\)": lambda: rj.generate(
             lambda s, t: (jnp.zeros(2), s), (), tokens, 3, greedy=True
         ),
     }

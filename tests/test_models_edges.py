@@ -32,7 +32,7 @@ def test_negative_weights_negate_the_gradient():
 
 
 def test_generate_with_a_token_dtype_too_small_for_the_vocabulary_raises():
-    with pytest.raises(ValueError, match=r"`tokens` must have a dtype that holds 300 tokens, got uint8"):
+    with pytest.raises(ValueError, match=r"`tokens` must have a dtype that can represent 300 tokens, got uint8"):
         rj.generate(lambda s, t: (jnp.zeros((1, 300)), s), (), jnp.zeros(1, jnp.uint8), 2, greedy=True)
 
 

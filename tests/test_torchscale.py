@@ -139,7 +139,7 @@ def without(name):
         (lambda: convert(state_dict("encoder.", head=False)), "`is_causal` must be True for `positions=.xpos.`"),
         (
             lambda: convert({**state_dict(), "decoder.layer_norm.bias": np.ones(3)}),
-            r"`state_dict` must have arrays that fit .*, got .*'bias': \(3,\)",
+            r"`state_dict` must have arrays of consistent shapes: .*, got .*'bias': \(3,\)",
         ),
     ],
 )

@@ -116,7 +116,7 @@ def test_tokens_of_nan_logits_are_minus_one():
 
 def test_known_tokens_beyond_the_vocabulary_are_refused_by_generate():
     step = lambda state, tokens: (jnp.zeros((2, 5)), state)  # noqa: E731
-    with pytest.raises(ValueError, match=r"`tokens` must be below the vocabulary 5, got \[0, 5\]"):
+    with pytest.raises(ValueError, match=r"`tokens` must be below the vocabulary size 5, got \[0, 5\]"):
         rj.generate(step, (), np.array([0, 5]), 2, greedy=True)
 
 

@@ -1,4 +1,4 @@
-"""LongNet models: a decoder (language model) and an encoder, small enough to read."""
+"""LongNet models: a decoder for language modeling and an encoder."""
 
 from ringjax.models.config import LongNetConfig
 from ringjax.models.loss import next_token_targets, token_loss

@@ -1,6 +1,6 @@
-"""The blocks of a LongNet, and all of them one after the other.
+"""The transformer blocks of LongNet, and the stack of blocks.
 
-Legend: ``B`` batch, ``T`` length, ``F`` features.
+Shapes: ``B`` batch, ``T`` length, ``F`` features.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names("ringjax_out", "r
 
 
 class Block(nnx.Module):
-    """Attention and a feed-forward layer, each on a normed stream and added to it."""
+    """A pre-norm block: attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, config: LongNetConfig, *, is_causal: bool, ring: Ring | None, rngs: nnx.Rngs) -> None:
         norm = functools.partial(layer_norm, config, rngs=rngs)
@@ -66,20 +66,20 @@ class Block(nnx.Module):
             kernel[...] *= (2 * config.num_layers) ** -0.5
 
     def __call__(self, x: Array, **where: Any) -> Array:  # noqa: ANN401
-        """The stream (B, T, F) after this block; `where` is what the attention is told of positions and padding."""
-        return self._fed(x + self.attention(self.attention_norm(x), **where))
+        """Applies the block to the residual stream (B, T, F); `where` is passed to the attention."""
+        return self._feed_forward(x + self.attention(self.attention_norm(x), **where))
 
     def prefill(self, x: Array, cache: DecodeCache, lengths: ArrayLike | None) -> tuple[Array, DecodeCache]:
-        """As a call, and the cache of the attention after these tokens."""
+        """Applies the block to a prompt and fills the cache of its attention."""
         attended, cache = self.attention.prefill(self.attention_norm(x), cache, lengths)
-        return self._fed(x + attended), cache
+        return self._feed_forward(x + attended), cache
 
     def extend(self, x: Array, cache: DecodeCache, counts: ArrayLike | None) -> tuple[Array, DecodeCache]:
-        """The stream of the next tokens (B, n, F) after this block, and the cache after them."""
+        """Applies the block to the next tokens (B, n, F) and updates the cache."""
         attended, cache = self.attention.extend(self.attention_norm(x), cache, counts)
-        return self._fed(x + attended, over_ring=False), cache
+        return self._feed_forward(x + attended, over_ring=False), cache
 
-    def _fed(self, x: Array, over_ring: bool = True) -> Array:
+    def _feed_forward(self, x: Array, over_ring: bool = True) -> Array:
         hidden = nnx.gelu(self.expand(self.feed_forward_norm(x)), approximate=False)
         if self.hidden_norm is not None:
             hidden = self.hidden_norm(hidden)
@@ -87,7 +87,7 @@ class Block(nnx.Module):
 
 
 class BlockStack(nnx.Module):
-    """What decoder and encoder share: all blocks, and the norm after them."""
+    """The blocks and the final norm, shared by decoder and encoder."""
 
     def __init__(self, config: LongNetConfig, *, is_causal: bool, ring: Ring | None, rngs: nnx.Rngs) -> None:
         if config.dtype is None:
@@ -113,7 +113,7 @@ class BlockStack(nnx.Module):
         positions: Array | None,
         dropout_rng: Array | None,
     ) -> None:
-        """Checks what a call is told about rows (B, T)."""
+        """Checks the arguments of a call that describe rows (B, T)."""
         if segment_ids is not None:
             check_ids("segment_ids", segment_ids, shape)
         if seq_len is not None and check_int("seq_len", seq_len) > shape[1]:
@@ -124,7 +124,7 @@ class BlockStack(nnx.Module):
             check_key("dropout_rng", dropout_rng)
 
     def is_real(self, segment_ids: Array | None, seq_len: int | None, length: int) -> Array | None:
-        """Which rows (B, T), or (1, T), are not padding; None if all."""
+        """Returns which rows, (B, T) or (1, T), are not padding; None without padding."""
         real = None if segment_ids is None else jnp.asarray(segment_ids) >= 0
         if seq_len is None:
             return real
@@ -132,12 +132,12 @@ class BlockStack(nnx.Module):
         return inside if real is None else real & inside
 
     def stored_positions(self, length: int) -> Array:
-        """Position in the sequence of each stored row, (T,)."""
+        """Returns the sequence position of each stored row, (T,)."""
         size = 1 if self.ring is None else self.ring.size("axis_name")
         return stored_positions("contiguous" if self.ring is None else layout_for(self.ring.layout, size), length, size)
 
     def features(self, x: Array, dropout_rng: Array | None, **where: Any) -> Array:  # noqa: ANN401
-        """The stream after all blocks, normed; with a key, each block drops weights of its attention."""
+        """Returns the normalized output of the last block; with a key, attention dropout is applied."""
         keys = None if dropout_rng is None else jax.random.split(dropout_rng, self.config.num_layers)
 
         def step(block: Block, x: Array, key: Array | None) -> tuple[Array, None]:
@@ -148,11 +148,11 @@ class BlockStack(nnx.Module):
     def run(
         self, step: Callable[[Block, Array, Any], tuple[Array, Any]], x: Array, each: Array | None = None
     ) -> tuple[Array, Any]:
-        """Takes the stream through `step` of each block and its own of `each`; what steps give beside it is stacked."""
+        """Scans `step` over the blocks and the entries of `each`, and stacks its other outputs."""
         graph, state = nnx.split(self.blocks)
 
-        def body(x: Array, own: Any) -> tuple[Array, Any]:  # noqa: ANN401
-            return step(nnx.merge(graph, own[0]), x, own[1])
+        def body(x: Array, layer: Any) -> tuple[Array, Any]:  # noqa: ANN401
+            return step(nnx.merge(graph, layer[0]), x, layer[1])
 
         in_loop = self.config.scan_layers
         if self.config.remat:
@@ -160,7 +160,7 @@ class BlockStack(nnx.Module):
         return lax.scan(body, x, (state, each), unroll=1 if in_loop else self.config.num_layers)
 
     def sharding(self, over_ring: bool = True) -> NamedSharding | None:
-        """How the stream is sharded, where it must be said: on an explicit mesh."""
+        """Returns the sharding of the residual stream on an explicit mesh, otherwise None."""
         if self.ring is None or AxisType.Explicit not in self.ring.resolve().axis_types:
             return None
         spec = PartitionSpec(self.ring.batch_axis, self.ring.axis_name if over_ring else None, None)
@@ -168,7 +168,7 @@ class BlockStack(nnx.Module):
 
 
 def check_model(config: LongNetConfig, ring: Ring | None, rngs: nnx.Rngs) -> None:
-    """Checks what a model is made of."""
+    """Checks the arguments of a model."""
     check_instance("config", config, LongNetConfig)
     if ring is not None:
         check_instance("ring", ring, Ring)
@@ -176,7 +176,7 @@ def check_model(config: LongNetConfig, ring: Ring | None, rngs: nnx.Rngs) -> Non
 
 
 def layer_norm(config: LongNetConfig, features: int, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    """A norm of the stream or of a hidden layer."""
+    """Returns a layer norm with the settings of `config`."""
     return nnx.LayerNorm(
         features,
         epsilon=config.norm_epsilon,
@@ -187,6 +187,6 @@ def layer_norm(config: LongNetConfig, features: int, *, rngs: nnx.Rngs) -> nnx.L
     )
 
 
-def nth(tree: Tree, index: int) -> Tree:
-    """One entry of arrays that are stacked along their first axis."""
+def tree_index(tree: Tree, index: int) -> Tree:
+    """Returns one entry of each array along its first axis."""
     return jax.tree.map(lambda x: x[index], tree)

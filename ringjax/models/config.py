@@ -1,4 +1,4 @@
-"""The sizes of a LongNet, as a value."""
+"""The configuration of LongNet models."""
 
 from __future__ import annotations
 
@@ -26,33 +26,35 @@ from ringjax._src.validation import (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LongNetConfig:
-    """What a LongNet is made of: a frozen, hashable value.
+    """The configuration of a LongNet model, frozen and hashable.
 
-    The presets `tiny`, `small`, `base` and `large` fill in the sizes; keywords change them.
+    The presets `tiny`, `small`, `base` and `large` provide sizes, which keyword arguments override.
 
     Args:
         num_layers: Number of blocks.
         features: Width of the residual stream.
-        num_heads: Query heads.
-        vocab_size: Number of tokens; None for an encoder whose inputs are vectors.
-        input_features: Width of the vectors that an encoder projects instead of looking up tokens, or None.
-        pattern: The branches of the attention, `DilationPattern.longnet()` by default.
-        num_kv_heads: Key/value heads, a divisor of `num_heads`; as many by default.
-        head_dim: Dimensions per head, ``features // num_heads`` by default.
+        num_heads: Number of query heads.
+        vocab_size: Vocabulary size; None for an encoder of vectors.
+        input_features: Width of the input vectors that an encoder projects, or None.
+        pattern: The dilation pattern, `DilationPattern.longnet()` by default.
+        num_kv_heads: Number of key/value heads, a divisor of `num_heads`; equal to it by default.
+        head_dim: Head dimension, ``features // num_heads`` by default.
         hidden_features: Width of the feed-forward layers, ``4 * features`` by default.
         positions: ``"rotary"``, ``"xpos"`` (decoders only, at most 65,536 positions) or None.
-        sub_norm: Whether a second norm stands before the last projection of attention and feed-forward layers.
-        use_bias: Whether the projections have a bias.
-        tie_embeddings: Whether the logits are made with the embedding of the tokens.
-        norm_epsilon: Added to the variance in all norms.
-        attention_dropout_rate: Share of the attention weights that is dropped in calls with a `dropout_rng`.
-        remat: Whether the backward pass computes blocks again, all but their attention, instead of keeping them.
-        scan_layers: Whether the blocks run in one loop, compiled once, or one after the other.
-        dtype: Of the computation, `ringjax.compute_dtype()` by default.
-        param_dtype: Of the parameters.
+        sub_norm: Whether to normalize again before the output projection of attention and feed-forward layers.
+        use_bias: Whether projections have a bias.
+        tie_embeddings: Whether the output projection shares the weights of the token embedding.
+        norm_epsilon: Epsilon added to the variance in all norms.
+        attention_dropout_rate: Fraction of attention weights dropped in calls with a `dropout_rng`.
+        remat: Whether to rematerialize blocks in the backward pass, except for their attention.
+        scan_layers: Whether to scan over the blocks, which compiles one block, or to unroll them.
+        dtype: Dtype of the computation, `ringjax.compute_dtype()` by default.
+        param_dtype: Dtype of the parameters.
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If a size is not a positive integer, `num_kv_heads` does not divide `num_heads`, `features` is not a
+            multiple of `num_heads` without a `head_dim`, `positions` or a dtype is unknown, a rate is not in [0, 1), or
+            a parameter would be too large to allocate.
 
     Example:
         >>> import ringjax as rj
@@ -94,7 +96,7 @@ class LongNetConfig:
             check_bool(name, getattr(self, name))
         if self.head_dim is None and self.features % self.num_heads:
             raise ValueError(
-                "`features` must be a multiple of `num_heads` where `head_dim` is not given, got "
+                "`features` must be a multiple of `num_heads` unless `head_dim` is given, got "
                 f"{self.features} and {self.num_heads}."
             )
         dim = self.features // self.num_heads if self.head_dim is None else self.head_dim
@@ -108,28 +110,31 @@ class LongNetConfig:
 
     def _check_sizes(self, head_dim: int) -> None:
         """Checks that the largest parameters can be allocated."""
-        hidden, rows = self.hidden_features or 4 * self.features, max(self.vocab_size or 1, self.input_features or 1)
+        hidden, num_inputs = (
+            self.hidden_features or 4 * self.features,
+            max(self.vocab_size or 1, self.input_features or 1),
+        )
         names = "`num_layers`, `features`, `num_heads` and `head_dim`"
         check_size(names, (self.num_layers, self.features, self.num_heads, head_dim))
         check_size("`num_layers`, `features` and `hidden_features`", (self.num_layers, self.features, hidden))
-        check_size("`features`, `vocab_size` and `input_features`", (rows, self.features))
+        check_size("`features`, `vocab_size` and `input_features`", (num_inputs, self.features))
 
     @classmethod
     def tiny(cls, **changes: Any) -> LongNetConfig:  # noqa: ANN401
-        """2 blocks of 64 features and 4 heads: for tests."""
+        """Returns 2 blocks with 64 features and 4 heads, for tests."""
         return cls(**{"num_layers": 2, "features": 64, "num_heads": 4, **changes})
 
     @classmethod
     def small(cls, **changes: Any) -> LongNetConfig:  # noqa: ANN401
-        """6 blocks of 512 features and 8 heads: 19 million parameters beside the embedding."""
+        """Returns 6 blocks with 512 features and 8 heads: 19 million parameters without the embedding."""
         return cls(**{"num_layers": 6, "features": 512, "num_heads": 8, **changes})
 
     @classmethod
     def base(cls, **changes: Any) -> LongNetConfig:  # noqa: ANN401
-        """12 blocks of 768 features and 12 heads: 85 million parameters beside the embedding."""
+        """Returns 12 blocks with 768 features and 12 heads: 85 million parameters without the embedding."""
         return cls(**{"num_layers": 12, "features": 768, "num_heads": 12, **changes})
 
     @classmethod
     def large(cls, **changes: Any) -> LongNetConfig:  # noqa: ANN401
-        """24 blocks of 1024 features and 16 heads: 302 million parameters beside the embedding."""
+        """Returns 24 blocks with 1024 features and 16 heads: 302 million parameters without the embedding."""
         return cls(**{"num_layers": 24, "features": 1024, "num_heads": 16, **changes})

@@ -1,4 +1,4 @@
-"""A decoder continues prompts: the whole prompt at once, then token by token."""
+"""Text generation with a decoder: prefill of the prompt, then one token at a time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ringjax._src import debug
 from ringjax._src.comm.layout import to_layout
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.decode import DecodeCache, generate
-from ringjax._src.decode.cache import clipped_counts, placed
+from ringjax._src.decode.cache import clipped_counts, reshard
 from ringjax._src.decode.sampling import check_sampling
 from ringjax._src.validation import MOST_POSITIONS, check_counts, check_int, check_tokens, known
 from ringjax.models.vocabulary import check_vocabulary
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 
 
 class Choice(NamedTuple):
-    """What is part of the compiled program."""
+    """Static arguments of the compiled program."""
 
     num_tokens: int
     max_len: int
-    temperature: float | None  # None where it is an array
+    temperature: float | None  # None if it is an array
     top_k: int | None
     greedy: bool
-    reports: bool  # whether the program reports, see `ringjax._src.debug`
+    reports: bool  # whether debug reports are enabled, see `ringjax._src.debug`
 
 
-def continued(
+def generate_tokens(
     model: LongNetDecoder,
     prompt: Array,
     num_tokens: int,
@@ -49,7 +49,7 @@ def continued(
     top_k: int | None,
     greedy: bool,
 ) -> Array:
-    """What `LongNetDecoder.generate` gives."""
+    """Implements `LongNetDecoder.generate`."""
     if len(getattr(prompt, "shape", (0, 0))) != 2:
         raise ValueError(f"`prompt` must have the shape (batch, length), got {prompt.shape}.")
     check_tokens("prompt", prompt)
@@ -63,12 +63,12 @@ def continued(
     check_vocabulary("prompt", prompt, model.embed.num_embeddings, lengths)
     top_k = check_sampling(rng, temperature, top_k, greedy)
     if top_k is not None and top_k > model.embed.num_embeddings:
-        raise ValueError(f"`top_k` must be at most the vocabulary {model.embed.num_embeddings}, got {top_k}.")
-    heat, fixed_heat = (temperature, None) if isinstance(temperature, Array) else (None, float(temperature))
-    choice = Choice(num_tokens, max_len, fixed_heat, top_k, greedy, debug.is_enabled())
+        raise ValueError(f"`top_k` must be at most the vocabulary size {model.embed.num_embeddings}, got {top_k}.")
+    dynamic, static = (temperature, None) if isinstance(temperature, Array) else (None, float(temperature))
+    choice = Choice(num_tokens, max_len, static, top_k, greedy, debug.is_enabled())
     given = clipped_counts("lengths", lengths, batch, length, least=1)
     graph, state = nnx.split(model)
-    return _run(graph, state, prompt, given, rng, heat, choice)
+    return _run(graph, state, prompt, given, rng, dynamic, choice)
 
 
 @functools.partial(jax.jit, static_argnames="choice")
@@ -84,23 +84,23 @@ def _run(
     model = nnx.merge(graph, state)
     last = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)[:, 0]
     if model.ring is not None:
-        last = placed(model.ring, last, PartitionSpec(model.ring.batch_axis))
+        last = reshard(model.ring, last, PartitionSpec(model.ring.batch_axis))
     _, caches = model.prefill(_stored(prompt, model.ring), choice.max_len, lengths=lengths - 1)
 
     def step(caches: tuple[DecodeCache, ...], tokens: Array) -> tuple[Array, tuple[DecodeCache, ...]]:
         logits, caches = model.extend(tokens, caches)
         return logits[:, 0], caches
 
-    heat: Any = temperature if choice.temperature is None else choice.temperature
+    used: Any = temperature if choice.temperature is None else choice.temperature
     tokens, _ = generate(
-        step, caches, last, choice.num_tokens, rng=rng, temperature=heat, top_k=choice.top_k, greedy=choice.greedy
+        step, caches, last, choice.num_tokens, rng=rng, temperature=used, top_k=choice.top_k, greedy=choice.greedy
     )
     return tokens
 
 
 def _stored(prompt: Array, ring: Ring | None) -> Array:
-    """A prompt in the layout of the ring, padded."""
+    """Pads a prompt and permutes it into the layout of the ring."""
     if ring is None:
         return prompt
     stored = to_layout(prompt, ring.layout, ring.size("axis_name"))
-    return placed(ring, stored, PartitionSpec(ring.batch_axis, ring.axis_name))
+    return reshard(ring, stored, PartitionSpec(ring.batch_axis, ring.axis_name))

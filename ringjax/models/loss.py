@@ -1,7 +1,4 @@
-"""The loss of next tokens, where documents are packed and padded: targets in true order, sums in any layout.
-
-Legend: ``B`` batch, ``T`` length, ``V`` vocabulary.
-"""
+"""Next-token targets and loss for packed and padded documents."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.typing import ArrayLike
+from jaxtyping import Float, Int, Num
 
 from ringjax._src import debug
 from ringjax._src.validation import check_array, check_int, check_integers
@@ -16,23 +14,24 @@ from ringjax.models.vocabulary import is_outside
 
 
 def next_token_targets(
-    tokens: ArrayLike, segment_ids: ArrayLike | None = None, seq_len: int | None = None
-) -> tuple[Array, Array]:
-    """What each token has to tell: the next one of its document.
+    tokens: Int[ArrayLike, "B T"], segment_ids: Int[ArrayLike, "B T"] | None = None, seq_len: int | None = None
+) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
+    """Returns next-token targets and loss weights, respecting document boundaries.
 
-    For sequences in their true order, before `to_layout`. Both results are then laid out as the tokens are.
+    Call it on sequences in their original order, before `to_layout`, and permute the results like the tokens.
 
     Args:
-        tokens: Integers (B, T).
-        segment_ids: Documents, integers (B, T), as for `dilated_attention`: ids below 0 are padding.
-        seq_len: True length, at most T: later tokens are padding.
+        tokens: Token ids.
+        segment_ids: Document ids as for `dilated_attention`; negative ids mark padding.
+        seq_len: Length without padding, at most T; later tokens are padding.
 
     Returns:
-        Targets (B, T) in the dtype of the tokens, and their weights (B, T) in float32: 1, or 0 (with target 0) at the
-        last token of a document, at padding and at the end.
+        The targets, in the dtype of the tokens, and their float32 weights: 1, or 0 (with target 0) for padding and for
+        the last token of each document and of the sequence.
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If `tokens` is not an integer array of two axes, `segment_ids` is not an integer array of the same
+            shape, or `seq_len` is not between 1 and T.
 
     Example:
         >>> import jax.numpy as jnp
@@ -55,23 +54,26 @@ def next_token_targets(
     return jnp.where(has_next, jnp.roll(tokens, -1, axis=1), 0), has_next.astype(jnp.float32)
 
 
-def token_loss(logits: Array, targets: Array, weights: Array) -> tuple[Array, Array]:
-    """Cross entropy of tokens, summed, and the sum of their weights; ``loss = loss_sum / weight_sum``.
+def token_loss(
+    logits: Float[Array, "B T V"], targets: Int[Array, "B T"], weights: Num[Array, "B T"]
+) -> tuple[Float[Array, ""], Float[Array, ""]]:
+    """Computes the weighted sum of cross entropies and the sum of weights; ``loss = loss_sum / weight_sum``.
 
-    Each token counts by itself, so all layouts give the same sums, and arrays that are sharded stay where they are.
-    Tokens of weight 0 take no part, whatever their logits and targets (-100, say). A target outside the vocabulary with
-    another weight makes the loss NaN, and the gradient of its logits too, eagerly and under `jit`.
+    Tokens contribute independently, so the sums do not depend on the layout, and sharded arrays are not moved. Tokens
+    of weight 0 are ignored, whatever their logits and targets (such as -100). A target outside the vocabulary with a
+    nonzero weight makes the loss and the gradient of its logits NaN, eagerly and under `jit`.
 
     Args:
-        logits: Logits (B, T, V).
-        targets: Integers (B, T) from 0 to V - 1 where weights are not 0, see `next_token_targets`.
-        weights: Weights (B, T), numbers or bools.
+        logits: Logits of floating-point dtype.
+        targets: Target tokens from 0 to V - 1 where weights are not 0, see `next_token_targets`.
+        weights: Weights of the tokens, numbers or bools.
 
     Returns:
-        Sum of weight times cross entropy, and sum of the weights, in float32.
+        The sum of weight times cross entropy, and the sum of the weights, in float32.
 
     Raises:
-        ValueError: If the shapes do not fit, or the targets are not integers.
+        ValueError: If the shape of `targets` or `weights` is not (B, T), or `logits` is not floating point, `targets`
+            not integer or `weights` not numeric.
 
     Example:
         >>> import jax.numpy as jnp
@@ -86,7 +88,7 @@ def token_loss(logits: Array, targets: Array, weights: Array) -> tuple[Array, Ar
     check_array("weights", weights, "number")
     if len(logits.shape) != 3 or targets.shape != logits.shape[:2] or weights.shape != targets.shape:
         raise ValueError(
-            "`targets` and `weights` must have the (batch, length) of `logits`, got "
+            "`targets` and `weights` must have the shape (batch, length) of `logits`, got "
             f"{targets.shape}, {weights.shape} and {logits.shape}."
         )
     logits, targets, weights = (jnp.asarray(x) for x in (logits, targets, weights))
@@ -96,6 +98,6 @@ def token_loss(logits: Array, targets: Array, weights: Array) -> tuple[Array, Ar
     debug.report("targets", "outside the vocabulary, with a weight", lambda: is_bad)
     token = lax.broadcasted_iota(jnp.int32, (1, 1, logits.shape[2]), 2)
     is_target = token == targets.astype(jnp.int32)[..., None]
-    chosen = jnp.where(is_target, logits, 0).sum(axis=-1)  # no gather: logits may be sharded
-    each = jax.nn.logsumexp(logits, axis=-1) - chosen
-    return (jnp.where(is_bad, jnp.nan, weights) * each).sum(), weights.sum()
+    target_logits = jnp.where(is_target, logits, 0).sum(axis=-1)  # no gather: logits may be sharded
+    losses = jax.nn.logsumexp(logits, axis=-1) - target_logits
+    return (jnp.where(is_bad, jnp.nan, weights) * losses).sum(), weights.sum()

@@ -1,19 +1,19 @@
 """LongNet: pre-norm blocks of dilated attention and feed-forward layers.
 
-Legend: ``B`` batch, ``T`` length, ``F`` features, ``V`` vocabulary, ``L`` layers.
+Computation, with ``L`` layers and ``F`` features:
 
     x = embed(tokens)
     L times:  x = x + attention(norm(x))
               x = x + feed_forward(norm(x))
     logits = norm(x) @ embedding.T
 
-Initial weights: kernels are normal with variance ``1 / fan_in``, those that write to the residual stream (the last of
-attention and feed-forward layers) divided by ``sqrt(2 L)``; embeddings are normal with variance ``1 / F``; norms start
-at scale 1, biases at 0. The parameters of the blocks are stacked along a leading axis of size ``L``, whether they run
-in a loop or not, and do not depend on the ring.
+Initialization: kernels are normal with variance ``1 / fan_in``, and output projections of attention and feed-forward
+layers are divided by ``sqrt(2 L)``; embeddings are normal with variance ``1 / F``; scales of norms are 1, biases are 0.
+The parameters of the blocks are stacked along a leading axis of size ``L``, with or without `scan_layers`, and do not
+depend on the ring.
 
 On a ring with a `head_axis`, the heads of the attention and the hidden axis of the feed-forward layers are sharded over
-it (as metadata of the parameters); everything else is whole on each device.
+it (as metadata of the parameters); all other parameters are replicated.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike
+from jaxtyping import Float, Int
 
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.decode import DecodeCache, init_cache
-from ringjax._src.decode.cache import cache_specs, placed
+from ringjax._src.decode.cache import cache_specs, reshard
 from ringjax._src.validation import (
     MOST_POSITIONS,
     check_array,
@@ -37,9 +38,9 @@ from ringjax._src.validation import (
     check_int,
     check_tokens,
 )
-from ringjax.models.block import BlockStack, check_model, nth
+from ringjax.models.block import BlockStack, check_model, tree_index
 from ringjax.models.config import LongNetConfig
-from ringjax.models.generation import continued
+from ringjax.models.generation import generate_tokens
 from ringjax.models.vocabulary import lookup
 
 
@@ -49,12 +50,12 @@ class LongNetDecoder(BlockStack):
     The same parameters give the same logits on any ring.
 
     Args:
-        config: The sizes, with a `vocab_size`.
+        config: The configuration, with a `vocab_size`.
         ring: The devices that share the sequence, or None.
-        rngs: Where the parameters come from.
+        rngs: Random number generators for the parameters.
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If `config` has no `vocab_size` or has `input_features`, or an argument has the wrong type.
 
     Example:
         >>> import jax.numpy as jnp, ringjax as rj
@@ -83,21 +84,24 @@ class LongNetDecoder(BlockStack):
 
     def __call__(
         self,
-        tokens: Array,
+        tokens: Int[Array, "B T"],
         *,
-        segment_ids: Array | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
         seq_len: int | None = None,
-        positions: Array | None = None,
+        positions: Int[Array, " T"] | Int[Array, "B T"] | None = None,
         dropout_rng: Array | None = None,
-    ) -> Array:
-        """Logits (B, T, V) of what follows each token, in float32.
+    ) -> Float[Array, "B T V"]:
+        """Computes the float32 logits of the next token at each position.
 
         Args:
-            tokens: Integers (B, T) from 0 to V - 1, in the layout of the ring if there is one. Others give NaN, except
-                where they are padding, which may hold anything.
+            tokens: Tokens from 0 to V - 1, in the layout of the ring if there is one. Other values give NaN, except at
+                padding, where any value is allowed.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
-            positions: Position of each token, integers (T,) or (B, T); by default that in the sequence.
-            dropout_rng: A key for the dropout of attention weights; without one, or after `eval()`, nothing is dropped.
+            positions: Position of each token; by default its index in the sequence.
+            dropout_rng: A key for attention dropout; without a key, or after `eval()`, there is no dropout.
+
+        Raises:
+            ValueError: If an array has the wrong shape or dtype, or `seq_len` exceeds the length of `tokens`.
         """
         check_tokens("tokens", tokens)
         self.check_rows(tokens.shape, segment_ids, seq_len, positions, dropout_rng)
@@ -107,18 +111,25 @@ class LongNetDecoder(BlockStack):
         return self._logits(x)
 
     def init_caches(self, batch: int, max_len: int) -> tuple[DecodeCache, ...]:
-        """Empty caches, one for each block, for sequences of up to `max_len` tokens; see `ringjax.init_cache`."""
+        """Returns empty caches, one per block, for sequences of up to `max_len` tokens; see `ringjax.init_cache`."""
         return tuple(self._empty_cache(batch, max_len) for _ in range(self.config.num_layers))
 
     def prefill(
-        self, tokens: Array, max_len: int, *, lengths: ArrayLike | None = None
-    ) -> tuple[Array, tuple[DecodeCache, ...]]:
-        """Logits (B, T, V) of a whole prompt, as a call gives them, and the caches after it.
+        self, tokens: Int[Array, "B T"], max_len: int, *, lengths: Int[ArrayLike, " B"] | None = None
+    ) -> tuple[Float[Array, "B T V"], tuple[DecodeCache, ...]]:
+        """Computes the logits of a prompt, as a call does, and fills the caches.
 
         Args:
-            tokens: Integers (B, T), as in a call.
+            tokens: Tokens, as in a call.
             max_len: As for `init_caches`, at least T.
-            lengths: True length of each prompt, integers (B,) from 0 to T; T by default. Later tokens are padding.
+            lengths: Length of each prompt without padding, from 0 to T; T by default.
+
+        Returns:
+            The logits and one cache per block.
+
+        Raises:
+            ValueError: If `tokens` is not an integer array of two axes, `max_len` is less than T, or `lengths` are out
+                of range.
         """
         check_tokens("tokens", tokens)
         batch, length = tokens.shape
@@ -130,19 +141,29 @@ class LongNetDecoder(BlockStack):
         empty = self._empty_cache(batch, max_len)
         x = lookup(self.embed, "tokens", tokens, is_real, self.sharding())
         x, stacked = self.run(lambda block, x, _: block.prefill(x, empty, lengths), x)
-        return self._logits(self.norm(x)), tuple(nth(stacked, i) for i in range(self.config.num_layers))
+        return self._logits(self.norm(x)), tuple(tree_index(stacked, i) for i in range(self.config.num_layers))
 
     def extend(
-        self, tokens: Array, caches: tuple[DecodeCache, ...], counts: ArrayLike | None = None
-    ) -> tuple[Array, tuple[DecodeCache, ...]]:
-        """Logits (B, n, V) of the next tokens, one or several, after those of the caches, and the caches after them.
+        self,
+        tokens: Int[Array, "B n"],
+        caches: tuple[DecodeCache, ...],
+        counts: Int[ArrayLike, " B"] | None = None,
+    ) -> tuple[Float[Array, "B n V"], tuple[DecodeCache, ...]]:
+        """Computes the logits of one or more tokens that follow those in the caches, and updates the caches.
 
-        The blocks run one after the other, so that the rows of their caches are overwritten where they stand.
+        The blocks are unrolled, so that their caches are updated in place.
 
         Args:
-            tokens: Integers (B, n), as in a call, whole on each device of the ring if there is one.
-            caches: From `init_caches`, `prefill` or the tokens before.
-            counts: How many of the n tokens each entry really has, as for `ringjax.decode_step`.
+            tokens: Tokens as in a call, replicated over the ring if there is one.
+            caches: Caches from `init_caches`, `prefill` or the previous call.
+            counts: Number of tokens of each sequence without padding, as for `ringjax.decode_step`.
+
+        Returns:
+            The logits and the updated caches.
+
+        Raises:
+            ValueError: If `tokens` is not an integer array of two axes, `caches` does not hold one cache per block, or
+                `counts` are out of range.
         """
         check_tokens("tokens", tokens)
         if not isinstance(caches, tuple | list) or len(caches) != self.config.num_layers:
@@ -157,40 +178,48 @@ class LongNetDecoder(BlockStack):
         graph, state = nnx.split(self.blocks)
         x, after = lookup(self.embed, "tokens", tokens, is_real, self.sharding(over_ring=False)), []
         for i, cache in enumerate(caches):
-            x, cache = nnx.merge(graph, nth(state, i)).extend(x, cache, counts)  # noqa: PLW2901
+            x, cache = nnx.merge(graph, tree_index(state, i)).extend(x, cache, counts)  # noqa: PLW2901
             after.append(cache)
         return self._logits(self.norm(x)), tuple(after)
 
     def generate(
         self,
-        prompt: Array,
+        prompt: Int[Array, "B T"],
         num_tokens: int,
         *,
-        lengths: ArrayLike | None = None,
+        lengths: Int[ArrayLike, " B"] | None = None,
         max_len: int | None = None,
         rng: Array | None = None,
-        temperature: float | Array = 1.0,
+        temperature: float | Float[Array, ""] = 1.0,
         top_k: int | None = None,
         greedy: bool = False,
-    ) -> Array:
-        """Continues prompts: `num_tokens` tokens (B, num_tokens) after each. Compiled once for all tokens and calls.
+    ) -> Int[Array, "B num_tokens"]:
+        """Generates tokens that continue prompts. It is compiled once for all tokens and calls.
 
         Args:
-            prompt: Integers (B, T), in the order of the sequence, on a ring too. Tokens outside the vocabulary are an
-                error where they are known; where they are traced, all new tokens are -1, see `ringjax.generate`.
-            num_tokens: How many tokens to make.
-            lengths: True length of each prompt, integers (B,) from 1 to T; T by default. Later tokens are padding.
+            prompt: Prompts in sequence order, also on a ring. Tokens outside the vocabulary raise an error if their
+                values are known; if they are traced, all new tokens are -1, see `ringjax.generate`.
+            num_tokens: Number of tokens to generate.
+            lengths: Length of each prompt without padding, from 1 to T; T by default.
             max_len: As for `init_caches`, ``T + num_tokens`` by default.
-            rng, temperature, top_k, greedy: As for `ringjax.generate`. A number as `temperature` is part of the
-                program, an array is not.
+            rng, temperature, top_k, greedy: As for `ringjax.generate`. A Python number as `temperature` is a
+                compile-time constant, an array is not.
+
+        Returns:
+            The new tokens of each prompt.
+
+        Raises:
+            ValueError: If `prompt` is not an integer array of two axes or has tokens outside the vocabulary, `lengths`
+                are out of range, `max_len` is less than T, or the sampling arguments are invalid, see
+                `ringjax.generate`.
         """
-        draw: dict[str, Any] = {"rng": rng, "temperature": temperature, "top_k": top_k, "greedy": greedy}
-        return continued(self, prompt, num_tokens, lengths, max_len, **draw)
+        sampling: dict[str, Any] = {"rng": rng, "temperature": temperature, "top_k": top_k, "greedy": greedy}
+        return generate_tokens(self, prompt, num_tokens, lengths, max_len, **sampling)
 
     def _empty_cache(self, batch: int, max_len: int) -> DecodeCache:
         core, dtype = self.blocks.attention.core, jnp.dtype(self.config.dtype)
         cache = init_cache(core.pattern, batch, core.num_kv_heads, core.head_dim, max_len, dtype, ring=self.ring)
-        return cache if self.ring is None else placed(self.ring, cache, cache_specs(cache, self.ring))
+        return cache if self.ring is None else reshard(self.ring, cache, cache_specs(cache, self.ring))
 
     def _logits(self, x: Array) -> Array:
         kernel = self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
@@ -198,17 +227,18 @@ class LongNetDecoder(BlockStack):
 
 
 class LongNetEncoder(BlockStack):
-    """The same blocks, in which every position sees those before and after it: features of tokens or of vectors.
+    """A bidirectional encoder of tokens or vectors with dilated attention.
 
     Args:
-        config: The sizes, with a `vocab_size` if the inputs are tokens, with `input_features` if they are vectors that
-            are to be projected (of image patches, say), with neither if they are the stream itself; not with
-            ``positions="xpos"``.
+        config: The configuration, with a `vocab_size` if the inputs are tokens, with `input_features` if they are
+            vectors to project (such as image patches), with neither if they are embeddings of `features` dimensions.
+            ``positions="xpos"`` is not supported.
         ring: The devices that share the sequence, or None.
-        rngs: Where the parameters come from.
+        rngs: Random number generators for the parameters.
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If `config` has both `vocab_size` and `input_features`, ``positions="xpos"`` is used, or an argument
+            has the wrong type.
 
     Example:
         >>> import jax.numpy as jnp, ringjax as rj
@@ -237,28 +267,31 @@ class LongNetEncoder(BlockStack):
 
     def __call__(
         self,
-        inputs: Array,
+        inputs: Int[Array, "B T"] | Float[Array, "B T input_features"],
         *,
-        segment_ids: Array | None = None,
+        segment_ids: Int[Array, "B T"] | None = None,
         seq_len: int | None = None,
-        positions: Array | None = None,
+        positions: Int[Array, " T"] | Int[Array, "B T"] | None = None,
         dropout_rng: Array | None = None,
         pool: bool = False,
-    ) -> Array:
-        """Features (B, T, F), or their mean (B, F) over all positions that are not padding.
+    ) -> Float[Array, "B T F"] | Float[Array, "B F"]:
+        """Computes features, or their mean over all positions that are not padding.
 
         Args:
-            inputs: Integers (B, T) from 0 to V - 1 (others give NaN, except where they are padding), vectors
-                (B, T, input_features) or the stream (B, T, F), in the layout of the ring if there is one.
+            inputs: Tokens from 0 to V - 1 (other values give NaN, except at padding), vectors of `input_features`, or
+                embeddings of `features` dimensions, in the layout of the ring if there is one.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
-            positions: Position of each row, integers (T,) or (B, T); by default that in the sequence.
-            dropout_rng: A key for the dropout of attention weights; without one nothing is dropped.
-            pool: Whether the mean is taken.
+            positions: Position of each row; by default its index in the sequence.
+            dropout_rng: A key for attention dropout; without a key there is no dropout.
+            pool: Whether to return the mean over positions.
+
+        Raises:
+            ValueError: If an array has the wrong shape or dtype, or `seq_len` exceeds the length of `inputs`.
         """
         check_bool("pool", pool)
-        rows = self._check_inputs(inputs)
-        self.check_rows(rows, segment_ids, seq_len, positions, dropout_rng)
-        is_real = self.is_real(segment_ids, seq_len, rows[1])
+        shape = self._check_inputs(inputs)
+        self.check_rows(shape, segment_ids, seq_len, positions, dropout_rng)
+        is_real = self.is_real(segment_ids, seq_len, shape[1])
         if isinstance(self.embed, nnx.Embed):
             x = lookup(self.embed, "inputs", inputs, is_real, self.sharding())
         elif self.embed is not None:
@@ -269,21 +302,21 @@ class LongNetEncoder(BlockStack):
         return self._mean(x, is_real) if pool else x
 
     def _check_inputs(self, inputs: Array) -> tuple[int, int]:
-        """Checks the inputs, and returns batch and length."""
+        """Checks the inputs and returns their batch size and length."""
         if self.config.vocab_size is not None:
             check_tokens("inputs", inputs)
             return inputs.shape[0], inputs.shape[1]
         check_array("inputs", inputs, "floating point", ("batch", "length", "features"))
         width = self.config.input_features or self.config.features
         if inputs.shape[2] != width:
-            raise ValueError(f"`inputs` must have {width} features in their last axis, got shape {inputs.shape}.")
+            raise ValueError(f"`inputs` must have {width} features in the last axis, got shape {inputs.shape}.")
         return inputs.shape[0], inputs.shape[1]
 
     def _mean(self, x: Array, is_real: Array | None) -> Array:
         is_real = jnp.broadcast_to(True if is_real is None else is_real, x.shape[:2])
-        rows = jnp.where(is_real[..., None], x.astype(jnp.float32), 0)  # padding may hold NaN
+        masked = jnp.where(is_real[..., None], x.astype(jnp.float32), 0)  # padding may contain NaN
         count = jnp.maximum(is_real.sum(axis=1, dtype=jnp.float32), 1)
-        return (rows.sum(axis=1) / count[:, None]).astype(x.dtype)
+        return (masked.sum(axis=1) / count[:, None]).astype(x.dtype)
 
 
 def _embedding(config: LongNetConfig, vocab_size: int, rngs: nnx.Rngs) -> nnx.Embed:

@@ -1,7 +1,4 @@
-"""Weights of torchscale's LongNet in our models.
-
-Legend: ``F`` features, ``N`` heads, ``H`` head dim.
-"""
+"""Conversion of torchscale LongNet weights."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ Kind = Literal["decoder", "encoder"]
 Weights = dict[str, np.ndarray]
 Model = LongNetDecoder | LongNetEncoder
 
-# ours and torchscale's names within a block
+# our names and torchscale's names within a block
 LINEARS = {"expand": "ffn.fc1", "contract": "ffn.fc2"}
 HEADS = {name: f"self_attn.{short}_proj" for name, short in (("query", "q"), ("key", "k"), ("value", "v"))}
 NORMS = {"attention_norm": "self_attn_layer_norm", "feed_forward_norm": "final_layer_norm"}
@@ -44,33 +41,35 @@ def from_torchscale(
     ring: Ring | None = None,
     **changes: Any,  # noqa: ANN401
 ) -> Model:
-    """A model with the weights of a torchscale `LongNetDecoder` or `LongNetEncoder`.
+    """Creates a model with the weights of a torchscale `LongNetDecoder` or `LongNetEncoder`.
 
-    Its pattern has torchscale's offsets (``"block"``) and mixing (``"detached"``). Sub-norms and xPos are there if the
-    state dict has them. Torchscale turns neighboring dimensions, we turn halves: rows of the query and key projections
-    change places accordingly. What a state dict does not tell is taken to be torchscale's default: gelu, norms before
-    the layers, embeddings that are not scaled, a `scale_base` of 512 for xPos.
+    The pattern uses torchscale's offsets (``"block"``) and mixing (``"detached"``). Sub-norms and xPos are used if the
+    state dict contains them. Torchscale rotates pairs of adjacent dimensions, ringjax rotates halves, so the columns of
+    the query and key projections are permuted. Settings that a state dict does not contain are assumed to have
+    torchscale's defaults: gelu, pre-norm, unscaled embeddings, and a `scale_base` of 512 for xPos.
 
-    The numbers are torchscale's wherever its segments are whole and the rates divide them. Segments that are not whole
-    it pads with keys of zeros, which it sees unless causal; where a rate does not divide a segment, it puts the rows of
-    all segments but the first in wrong places. An encoder without `embed_tokens` takes the stream itself, as
-    torchscale's does in `token_embeddings`.
+    The outputs match torchscale's if the length is a multiple of each segment length and the rates divide the segment
+    lengths. Otherwise torchscale pads incomplete segments with zero keys, to which non-causal queries attend, and if a
+    rate does not divide a segment length, it misplaces the rows of all segments but the first. An encoder without
+    `embed_tokens` takes embeddings as inputs, like torchscale's `token_embeddings`.
 
     Args:
-        state_dict: Names and arrays (whatever `numpy.asarray` takes): ``layers.0.self_attn.q_proj.weight`` and so on,
-            all with the same prefix, such as ``decoder.``.
+        state_dict: Arrays by name (anything that `numpy.asarray` accepts): ``layers.0.self_attn.q_proj.weight`` and so
+            on, all with the same prefix, such as ``decoder.``.
         segment_lengths: Torchscale's `segment_length`.
         dilation_rates: Torchscale's `dilated_ratio`.
         num_heads: Number of heads.
-        kind: ``"decoder"`` or ``"encoder"``; needed where the prefix does not tell.
+        kind: ``"decoder"`` or ``"encoder"``; required if the prefix contains neither word.
         ring: The devices that share the sequence, or None.
-        **changes: Further fields of `LongNetConfig`: `dtype`, `remat`, `scan_layers`, `norm_epsilon` (1e-5 here).
+        **changes: Further fields of `LongNetConfig`: `dtype`, `remat`, `scan_layers`, `norm_epsilon` (1e-5 by default).
 
     Returns:
         The model.
 
     Raises:
-        ValueError: If names are unknown or missing, which it lists, or another argument is not as described.
+        ValueError: If `state_dict` has unknown, missing or inconsistent arrays (the error lists their names), `kind` is
+            required or unknown, `num_heads` contradicts the state dict, or `changes` contain a field that the state
+            dict determines.
 
     Example:
         >>> import numpy as np
@@ -120,14 +119,14 @@ def from_torchscale(
     }
     if taken := sorted(set(changes) & (set(fields) - {"norm_epsilon"})):
         given = ", ".join(f"`{name}` {shown(changes[name])}" for name in taken)
-        raise ValueError(f"fields that the state dict tells must not be changed, got {given}.")
+        raise ValueError(f"fields determined by `state_dict` must not be given, got {given}.")
     config = LongNetConfig(**{**fields, **changes})
     pairs = weights[f"layers.0.{XPOS}"].size if has_xpos else 0
     if has_xpos and 2 * pairs * num_heads != features:
         raise ValueError(f"`num_heads` must be {features} features / (2 * {pairs} of {XPOS}), got {num_heads}.")
-    kind_of_model = LongNetDecoder if kind == "decoder" else LongNetEncoder
-    empty = nnx.eval_shape(lambda: kind_of_model(config, ring=ring, rngs=nnx.Rngs(0)))
-    return _filled(empty, _parameters(weights, config, has_tokens))
+    model_class = LongNetDecoder if kind == "decoder" else LongNetEncoder
+    empty = nnx.eval_shape(lambda: model_class(config, ring=ring, rngs=nnx.Rngs(0)))
+    return _load_params(empty, _parameters(weights, config, has_tokens))
 
 
 def _prefix_and_kind(state_dict: Mapping[str, ArrayLike], kind: Kind | None) -> tuple[str, Kind]:
@@ -137,8 +136,8 @@ def _prefix_and_kind(state_dict: Mapping[str, ArrayLike], kind: Kind | None) -> 
         raise ValueError(
             f"`state_dict` must have one name that ends with {first!r}, got {len(prefixes)} of {len(state_dict)}."
         )
-    told = [each for each in get_args(Kind) if each in prefixes[0]]
-    kind = told[0] if kind is None and len(told) == 1 else kind
+    matching = [each for each in get_args(Kind) if each in prefixes[0]]
+    kind = matching[0] if kind is None and len(matching) == 1 else kind
     if kind is None or kind not in get_args(Kind):
         raise ValueError(
             f'`kind` must be "decoder" or "encoder" for names with the prefix {prefixes[0]!r}, got {kind!r}.'
@@ -147,7 +146,7 @@ def _prefix_and_kind(state_dict: Mapping[str, ArrayLike], kind: Kind | None) -> 
 
 
 def _expected(num_layers: int, kind: Kind, has_sub_norm: bool, has_xpos: bool, has_tokens: bool) -> set[str]:
-    """The names of a state dict, without its prefix."""
+    """Returns the expected names of a state dict without their prefix."""
     inner = [
         *LINEARS.values(),
         *HEADS.values(),
@@ -163,7 +162,7 @@ def _expected(num_layers: int, kind: Kind, has_sub_norm: bool, has_xpos: bool, h
 
 
 def _parameters(weights: Weights, config: LongNetConfig, has_tokens: bool) -> dict[str, Any]:
-    """The parameters of our model, nested by name."""
+    """Returns the parameters of the ringjax model, nested by name."""
     parameters: dict[str, Any] = {"norm": _norm(weights, "layer_norm")}
     if has_tokens:
         parameters["embed"] = {"embedding": weights["embed_tokens.weight"]}
@@ -204,13 +203,15 @@ def _norm(weights: Weights, name: str) -> dict[str, np.ndarray]:
     return {"scale": weights[f"{name}.weight"], "bias": weights[f"{name}.bias"]}
 
 
-def _filled(empty: Model, parameters: dict[str, Any]) -> Model:
-    """A model of shapes with these parameters, nested by name, sharded as the model says."""
+def _load_params(empty: Model, parameters: dict[str, Any]) -> Model:
+    """Returns an abstract model with these parameters, nested by name, in the sharding of the model."""
     graph, state = nnx.split(empty)
     shapes, specs = nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.get_partition_spec(state))
     given, wanted = (jax.tree.map(np.shape, tree) for tree in (parameters, shapes))
     if given != wanted:
-        raise ValueError(f"`state_dict` must have arrays that fit together: the model takes {wanted}, got {given}.")
+        raise ValueError(
+            f"`state_dict` must have arrays of consistent shapes: the model expects {wanted}, got {given}."
+        )
     mesh = empty.blocks.attention.core.mesh
     sharding = jax.tree.map(lambda _, spec: None if mesh is None else NamedSharding(mesh, spec), parameters, specs)
     typed = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), parameters, shapes)

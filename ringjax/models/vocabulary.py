@@ -1,6 +1,6 @@
-"""Tokens outside the vocabulary: NaN wherever they take part, nothing where they are padding.
+"""Embedding lookup that maps tokens outside the vocabulary to NaN, except for padding.
 
-Legend: ``B`` batch, ``T`` length, ``F`` features, ``V`` vocabulary.
+Shapes: ``B`` batch, ``T`` length, ``F`` features.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ def is_outside(tokens: Array, vocab_size: int) -> Array:
         >>> is_outside(jnp.array([-1, 0, 7, 8]), 8).tolist()
         [True, False, False, True]
     """
-    wide = tokens.astype(jnp.int32) if tokens.dtype.itemsize <= 4 else tokens  # of uint32, too large is below 0
+    wide = tokens.astype(jnp.int32) if tokens.dtype.itemsize <= 4 else tokens  # large uint32 values become negative
     return (wide < 0) | (wide >= vocab_size)
 
 
 def check_vocabulary(name: str, tokens: Array, vocab_size: int, lengths: Array | np.ndarray) -> None:
-    """Checks tokens (B, T), up to the lengths (B,), where the values of both are known."""
+    """Checks tokens (B, T) up to the lengths (B,), if the values of both are known.
+
+    Raises:
+        ValueError: If a token is below 0 or not below `vocab_size`.
+    """
     found, ends = known(tokens), known(lengths)
     if found is None or ends is None:
         return
@@ -43,16 +47,16 @@ def lookup(
 ) -> Array:
     """Returns the embeddings (B, T, F) of tokens (B, T), and NaN for tokens outside the vocabulary.
 
-    Where `is_real` is False a token is padding and may be anything: it is taken for token 0.
+    Tokens at which `is_real` is False are padding of any value, and are replaced by token 0.
     """
     tokens = jnp.asarray(tokens)
     tokens = tokens if is_real is None else jnp.where(is_real, tokens, 0)
     debug.report(name, "outside the vocabulary", lambda: is_outside(tokens, embed.num_embeddings))
     (table,) = embed.promote_dtype((embed.embedding[...],), dtype=embed.dtype, inexact=False)
     if out_sharding is None:
-        return _rows(table, tokens)
-    return jax.sharding.auto_axes(_rows, out_sharding=out_sharding)(table, tokens)
+        return _take(table, tokens)
+    return jax.sharding.auto_axes(_take, out_sharding=out_sharding)(table, tokens)
 
 
-def _rows(table: Array, tokens: Array) -> Array:
+def _take(table: Array, tokens: Array) -> Array:
     return table.at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)

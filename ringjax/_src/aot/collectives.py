@@ -1,4 +1,4 @@
-"""What a compiled program sends, counted from its text: every execution of every collective, loops included."""
+"""Counts the collectives that a compiled program executes, loop iterations included."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHAPE = re.compile(r"([a-z]+(\d+))\[([\d,]*)\]")
 
 
 class Sent(NamedTuple):
-    """A collective with an operand of so many bytes."""
+    """A collective with an operand of a certain size."""
 
     op: str
     dtype: str
@@ -25,13 +25,13 @@ class Sent(NamedTuple):
 
 
 def executed(text: str) -> Counter[Sent]:
-    """How often a device executes each collective, by operand: one that sends three arrays at once counts three times.
+    """Counts how often a device executes each collective; one with three operands counts three times.
 
     Args:
-        text: What `compiled.as_text()` gives.
+        text: The output of `compiled.as_text()`.
 
     Raises:
-        ValueError: If a loop does not tell how often it runs, or a collective is executed by some devices only.
+        ValueError: If the trip count of a loop with collectives is unknown, or a collective is inside a conditional.
     """
     program = parse(text)
     return _count(entry_of(text), program)
@@ -48,7 +48,7 @@ def _count(name: str, program: Program) -> Counter[Sent]:
             total.update({sent: number * trips for sent, number in inside.items()})
         elif x.opcode == "conditional":
             if any(_count(callee, program) for callee in x.callees):
-                raise ValueError(f"`text` must have no collective that only some devices execute, got {x.name!r}.")
+                raise ValueError(f"`text` must have no collective inside a conditional, got {x.name!r}.")
         elif not x.opcode.endswith(("-done", "-update")):
             for callee in x.callees:
                 total += _count(callee, program)
@@ -59,7 +59,7 @@ def _count(name: str, program: Program) -> Counter[Sent]:
 
 
 def _trips(loop: Instruction, condition: list[Instruction]) -> int:
-    """How often a loop runs: what the compiler notes, or the bound of a counter from 0 on."""
+    """Returns the trip count of a loop: as annotated by the compiler, or the bound of a counter that starts at 0."""
     known = _TRIPS.search(loop.rest)
     if known:
         return int(known[1])
@@ -67,7 +67,7 @@ def _trips(loop: Instruction, condition: list[Instruction]) -> int:
     root = next(x for x in condition if x.is_root)
     bounds = [by_name[name].literal for name in root.operands if by_name[name].opcode == "constant"]
     if root.opcode != "compare" or "direction=LT" not in root.rest or len(bounds) != 1:
-        raise ValueError(f"`text` must tell how often a loop with collectives runs, got {loop.name!r}.")
+        raise ValueError(f"`text` must have the trip count of every loop with collectives, got {loop.name!r}.")
     return int(bounds[0])
 
 

@@ -1,7 +1,7 @@
-"""Attention on a ring of devices that are not there, compiled by the compiler of those devices.
+"""Ahead-of-time compilation of attention on a ring, without access to the devices.
 
-Compilers come with packages of their own: `libtpu` (with ``jax[tpu]``) for TPUs, `jax-cuda12-plugin` and
-`jax-cuda12-pjrt` for GPUs. They need no device, only some variables (`ENVIRONMENT`) that are set before JAX starts.
+The compilers are part of separate packages: `libtpu` (with ``jax[tpu]``) for TPUs, `jax-cuda12-plugin` and
+`jax-cuda12-pjrt` for GPUs. They need no device, only the variables of `ENVIRONMENT` before JAX is initialized.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import StrategyName
 from ringjax._src.pattern import DilationPattern
 
-# Without these, the TPU compiler looks for the machine that it would run on, for minutes.
+# Without these variables, the TPU compiler spends minutes looking for a TPU host.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
@@ -35,9 +35,9 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """An attention and its arrays: (batch, seq_len, num_heads, head_dim), fewer `num_kv_heads` for grouped queries.
+    """An attention and the sizes of its arrays.
 
-    With `stored_length` the arrays are that long, and the sequence is padded.
+    With a `stored_length`, the arrays are padded to that length.
     """
 
     pattern: DilationPattern
@@ -56,27 +56,27 @@ class Workload:
 
 
 class CompiledProgram(NamedTuple):
-    """A compiled program, and the seconds that compiling took."""
+    """A compiled program and its compile time in seconds."""
 
     compiled: jax.stages.Compiled
     seconds: float
 
 
 def compile_for(target: Target, workload: Workload, is_gradient: bool, dump_to: str | None = None) -> CompiledProgram:
-    """Compiles a workload for all devices of a target, as one ring.
+    """Compiles a workload for a ring of all devices of a target.
 
     Args:
         target: The devices.
-        workload: What they compute.
-        is_gradient: Whether to take the gradients with respect to query, key and value too.
-        dump_to: Folder for what the compiler has to show, PTX among it, or None.
+        workload: The attention.
+        is_gradient: Whether to also compute the gradients of query, key and value.
+        dump_to: Directory for the dump of the compiler, including PTX, or None.
 
     Returns:
-        The program and the time it took.
+        The program and its compile time.
 
     Raises:
-        RuntimeError: If the compiler is not installed, or refuses: `jax.errors.JaxRuntimeError` where the program
-            needs more memory than there is.
+        RuntimeError: If the compiler is not installed, or compilation fails; `jax.errors.JaxRuntimeError` if the
+            program needs more memory than a device has.
     """
     mesh = ring_mesh(target)
     program = lowered(mesh, workload, is_gradient)
@@ -89,7 +89,25 @@ def compile_for(target: Target, workload: Workload, is_gradient: bool, dump_to: 
 
 
 def ring_mesh(target: Target) -> Mesh:
-    """All devices of a target on one axis, ``"ring"``; on TPUs each is wired to the next, and the last to the first."""
+    """Returns a mesh of all devices of a target with one axis, ``"ring"``.
+
+    On TPUs, consecutive devices are neighbors in the grid, and so are the last and the first.
+
+    Args:
+        target: The devices.
+
+    Returns:
+        The mesh.
+
+    Raises:
+        RuntimeError: If the compiler of the target is not installed.
+        ValueError: If the number of chips of a TPU grid is odd.
+
+    Example:
+        >>> from ringjax.aot import ring_mesh, target_named
+        >>> dict(ring_mesh(target_named("cpu:1")).shape)
+        {'ring': 1}
+    """
     if isinstance(target, CpuTarget):
         return Mesh(np.array(jax.devices("cpu")[: target.devices]), ("ring",))
     if isinstance(target, CudaTarget):
@@ -98,68 +116,69 @@ def ring_mesh(target: Target) -> Mesh:
         )
         return Mesh(np.array(described.devices), ("ring",))
     described = topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
-    at = {_place(device, target): device for device in described.devices}
-    return Mesh(np.array([at[place] for place in neighbor_cycle(target.grid)]), ("ring",))
+    by_coordinates = {_coordinates(device, target): device for device in described.devices}
+    return Mesh(np.array([by_coordinates[x] for x in neighbor_cycle(target.grid)]), ("ring",))
 
 
-def _place(device: Any, target: TpuTarget) -> tuple[int, ...]:  # noqa: ANN401 - devices of TPUs only have coordinates
+def _coordinates(device: Any, target: TpuTarget) -> tuple[int, ...]:  # noqa: ANN401 - only TPU devices have coords
     return tuple(device.coords[: len(target.grid)])
 
 
 def neighbor_cycle(grid: Sequence[int]) -> list[tuple[int, ...]]:
-    """A closed walk through a grid that visits every place once and moves by one step along one axis.
+    """Returns a Hamiltonian cycle through a grid: it visits every point once, in steps along one axis.
 
     Args:
-        grid: Places along each axis.
+        grid: Size of each axis.
 
     Returns:
-        The places in order; the last is one step from the first. (A line of places has no such walk; it is returned
+        The points in order; the last is one step from the first. (A one-dimensional grid has no cycle, and is returned
         from end to end.)
 
     Raises:
-        ValueError: If there is no such walk because the number of places is odd.
+        ValueError: If the grid has no cycle because its number of points is odd.
 
     Example:
+        >>> from ringjax.aot import neighbor_cycle
         >>> neighbor_cycle((2, 3))
         [(0, 0), (0, 1), (0, 2), (1, 2), (1, 1), (1, 0)]
     """
     axes = [axis for axis, size in enumerate(grid) if size > 1]
     if len(axes) < 2:
-        places = _snake([grid[axis] for axis in axes])
+        points = _snake([grid[axis] for axis in axes])
     else:
-        *rows, columns = (grid[axis] for axis in axes)
-        lines = _snake(rows)  # neighbors in this list are neighbors in the grid: two axes are left
+        *outer, columns = (grid[axis] for axis in axes)
+        lines = _snake(outer)  # neighbors in this list are neighbors in the grid, which reduces the problem to 2D
         if len(lines) % 2 == 0:
-            places = [(*lines[row], column) for row, column in _cycle(len(lines), columns)]
+            points = [(*lines[row], column) for row, column in _cycle(len(lines), columns)]
         elif columns % 2 == 0:
-            places = [(*lines[row], column) for column, row in _cycle(columns, len(lines))]
+            points = [(*lines[row], column) for column, row in _cycle(columns, len(lines))]
         else:
-            raise ValueError(f"`grid` must have an even number of places, got {tuple(grid)}.")
-    return [tuple(place[axes.index(axis)] if axis in axes else 0 for axis in range(len(grid))) for place in places]
+            raise ValueError(f"`grid` must have an even number of points, got {tuple(grid)}.")
+    return [tuple(point[axes.index(axis)] if axis in axes else 0 for axis in range(len(grid))) for point in points]
 
 
 def _cycle(rows: int, columns: int) -> list[tuple[int, int]]:
-    """Along the first row, through the other rows to and fro without the first column, and back in that column."""
-    there = [(0, column) for column in range(columns)]
+    """Follows the first row, snakes through the other rows without the first column, and returns in that column."""
+    path = [(0, column) for column in range(columns)]
     for row in range(1, rows):
         across = range(columns - 1, 0, -1) if row % 2 else range(1, columns)
-        there += [(row, column) for column in across]
-    return there + [(row, 0) for row in range(rows - 1, 0, -1)]
+        path += [(row, column) for column in across]
+    return path + [(row, 0) for row in range(rows - 1, 0, -1)]
 
 
 def _snake(sizes: Sequence[int]) -> list[tuple[int, ...]]:
-    """All places, each one step from the one before."""
-    places: list[tuple[int, ...]] = [()]
+    """Returns all points of a grid, each one step from the previous one."""
+    points: list[tuple[int, ...]] = [()]
     for size in sizes:
         steps = range(size)
-        places = [
-            (*place, step) for i, place in enumerate(places) for step in (steps if i % 2 == 0 else reversed(steps))
+        points = [
+            (*point, step) for i, point in enumerate(points) for step in (steps if i % 2 == 0 else reversed(steps))
         ]
-    return places
+    return points
 
 
 def lowered(mesh: Mesh, workload: Workload, is_gradient: bool) -> jax.stages.Lowered:
-    """A workload on the ``"ring"`` axis of a mesh, lowered: the attention, or also its gradients for a cotangent."""
+    """Lowers a workload on the ``"ring"`` axis of a mesh: the attention, optionally with its gradients."""
     ring = Ring(mesh, layout=workload.layout, strategy=workload.strategy)
     length = workload.stored_length or workload.seq_len
 

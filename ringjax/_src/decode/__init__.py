@@ -1,4 +1,4 @@
-"""Decoding with a small cache: the rows of the current segments instead of the whole sequence."""
+"""Decoding with a fixed-size KV cache that holds only the selected rows of the current segments."""
 
 from ringjax._src.decode.cache import DecodeCache, init_cache
 from ringjax._src.decode.prompt import prefill

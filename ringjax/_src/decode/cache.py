@@ -1,13 +1,14 @@
-"""What decoding keeps: in each branch the selected rows of the segment under way, and nothing else.
+"""The KV cache: for each branch, the selected rows of the current segment.
 
-Legend: ``B`` batch, ``K`` key/value heads, ``S`` slots of a branch, ``H`` head dim, ``w`` segment length, ``r`` rate.
-Position ``p`` is selected by head ``h`` iff ``(p mod w) mod r == o(h)``, and then stands in slot ``(p mod w) // r``:
+Shapes: ``B`` batch, ``K`` key/value heads, ``S`` slots of a branch, ``H`` head dimension. With segment length ``w``,
+rate ``r`` and offset ``o(h)``, head ``h`` selects position ``p`` iff ``(p mod w) mod r == o(h)``, and its row is stored
+in slot ``(p mod w) // r``:
 
     w = 6, r = 2, o = 1    position  0 1 2 3 4 5 | 6 7 8 9 10 11
                            slot        0   1   2 |   0   1    2
 
-A row of a finished segment stays in its slot until the next one takes it. Nobody sees it meanwhile: what a slot
-holds is told by positions alone, see `held_positions`.
+A row of a finished segment stays in its slot until it is overwritten. It is masked in the meantime, because the
+contents of a slot follow from positions alone, see `held_positions`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numpy as np
 from jax import Array
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Float, Int
 
 from ringjax._src import debug
 from ringjax._src.comm.mesh import Ring
@@ -39,19 +41,19 @@ from ringjax._src.validation import (
 
 @dataclasses.dataclass(frozen=True)
 class DecodeCache:
-    """The keys and values that the next tokens can still see, made by `init_cache`; a pytree.
+    """The keys and values that later tokens can attend to, created by `init_cache`; a pytree.
 
-    Its size does not depend on how many tokens went by: each branch has ``ceil(min(w, max_len) / r)`` slots for each of
-    its heads (on a ring, rounded up to a multiple of the ring size), so that
+    Its size does not depend on the number of tokens: each branch has ``ceil(min(w, max_len) / r)`` slots per head (on a
+    ring, rounded up to a multiple of the ring size), so that
 
         nbytes = 2 * itemsize * head_dim * batch * (sum over branches of heads * slots) + 4 * batch
 
     Attributes:
-        keys: One array (B, heads, slots, H) per branch.
-        values: The same for the values.
-        lengths: Tokens that each entry of the batch has seen, int32 (B,).
-        pattern: The branches; static.
-        max_len: The length for which the cache was made; static.
+        keys: One array (batch, heads, slots, head_dim) per branch.
+        values: Arrays of the same shapes for the values.
+        lengths: Number of tokens cached so far for each sequence of the batch, int32.
+        pattern: The dilation pattern; static.
+        max_len: The `max_len` of `init_cache`; static.
 
     Example:
         >>> import ringjax as rj
@@ -61,15 +63,15 @@ class DecodeCache:
         ([(1, 4, 16, 8), (1, 4, 16, 8)], 8196)
     """
 
-    keys: tuple[Array, ...]
-    values: tuple[Array, ...]
-    lengths: Array
+    keys: tuple[Float[Array, "B _ _ H"], ...]
+    values: tuple[Float[Array, "B _ _ H"], ...]
+    lengths: Int[Array, " B"]
     pattern: DilationPattern
     max_len: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all arrays, over all devices together."""
+        """Total bytes of all arrays, over all devices."""
         return sum(x.size * x.dtype.itemsize for x in (*self.keys, *self.values, self.lengths))
 
     @property
@@ -79,7 +81,7 @@ class DecodeCache:
 
     @property
     def branches(self) -> tuple[Branch, ...]:
-        """The branches, with segments that are clamped to `max_len`."""
+        """The branches, with segment lengths clamped to `max_len`."""
         return self.pattern.branches(self.num_kv_heads, self.max_len)
 
 
@@ -98,28 +100,29 @@ def init_cache(
     *,
     ring: Ring | None = None,
 ) -> DecodeCache:
-    """An empty cache for `prefill` and `decode_step`.
+    """Creates an empty cache for `prefill` and `decode_step`.
 
-    Segments longer than `max_len` are cut to it, as `dilated_attention` cuts them to the length of its sequence: up to
-    `max_len` tokens both say the same. Decoding may go on beyond: a branch that was cut then starts a new segment
-    every `max_len` tokens, the others do not notice, and no row is lost before its segment is over.
+    Segments longer than `max_len` are clamped to it, like `dilated_attention` clamps them to its sequence length, so
+    both agree up to `max_len` tokens. Decoding may continue beyond: a clamped branch then starts a new segment every
+    `max_len` tokens, and the other branches are unaffected.
 
     Args:
-        pattern: The branches.
-        batch: Number of sequences that are decoded side by side.
+        pattern: The dilation pattern.
+        batch: Batch size.
         num_kv_heads: Number of key/value heads.
-        head_dim: Head dim.
-        max_len: Length up to which the segments of the pattern are kept whole.
+        head_dim: Head dimension.
+        max_len: Number of tokens up to which decoding matches `dilated_attention`.
         dtype: Dtype of keys and values.
-        ring: The devices over which the slots are sharded, or None. `batch_axis` and `head_axis` of the ring shard
-            batch and heads; its layout is that of the prompt, not of the cache.
+        ring: The ring over which the slots are sharded, or None. Its `batch_axis` and `head_axis` shard batch and
+            heads; its layout applies to the prompt, not to the cache.
 
     Returns:
         The cache.
 
     Raises:
-        ValueError: If an argument is not as described.
-        NotImplementedError: If `heads="split"` meets a ring whose heads are sharded.
+        ValueError: If a size is not a positive integer, `dtype` is not floating point, `ring` does not divide the batch
+            or the heads, or the cache would be too large to allocate.
+        NotImplementedError: If the pattern has ``heads="split"`` and `ring` shards the heads.
 
     Example:
         >>> import jax.numpy as jnp, ringjax as rj
@@ -141,8 +144,8 @@ def init_cache(
         check_size(names, (batch, branch.num_heads, count, head_dim), dtype.itemsize)
 
     def empty() -> DecodeCache:
-        rows = [jnp.zeros((batch, b.num_heads, s, head_dim), dtype) for b, s in zip(branches, slots, strict=True)]
-        return DecodeCache(tuple(rows), tuple(map(jnp.zeros_like, rows)), jnp.zeros(batch, jnp.int32), pattern, max_len)
+        keys = [jnp.zeros((batch, b.num_heads, s, head_dim), dtype) for b, s in zip(branches, slots, strict=True)]
+        return DecodeCache(tuple(keys), tuple(map(jnp.zeros_like, keys)), jnp.zeros(batch, jnp.int32), pattern, max_len)
 
     if ring is None:
         return empty()
@@ -152,14 +155,14 @@ def init_cache(
 
 
 def cache_specs(cache: DecodeCache, ring: Ring) -> DecodeCache:
-    """How the arrays of a cache are sharded over a ring: a cache of specs."""
-    rows = PartitionSpec(ring.batch_axis, ring.head_axis, ring.axis_name, None)
-    specs: DecodeCache = jax.tree.map(lambda x: rows if x.ndim == 4 else PartitionSpec(ring.batch_axis), cache)
+    """Returns the partition specs of a cache on a ring, as a cache of specs."""
+    kv = PartitionSpec(ring.batch_axis, ring.head_axis, ring.axis_name, None)
+    specs: DecodeCache = jax.tree.map(lambda x: kv if x.ndim == 4 else PartitionSpec(ring.batch_axis), cache)
     return specs
 
 
-def placed(ring: Ring, arrays: Any, specs: Any) -> Any:  # noqa: ANN401
-    """The arrays sharded as the specs say: on an explicit mesh `shard_map` takes no others."""
+def reshard(ring: Ring, arrays: Any, specs: Any) -> Any:  # noqa: ANN401
+    """Reshards arrays on an explicit mesh, where `shard_map` requires the exact sharding of its specs."""
     mesh = ring.resolve()
     if AxisType.Explicit not in mesh.axis_types:
         return arrays
@@ -171,29 +174,29 @@ def _is_spec(x: object) -> bool:
 
 
 def check_ring(ring: Ring, pattern: DilationPattern, batch: int, kv_heads: int) -> int:
-    """Checks that batch and heads fit on a ring, and returns its size."""
+    """Checks that batch and heads divide evenly over a ring and returns its size."""
     check_instance("ring", ring, Ring).check_divides(batch=batch, kv_heads=kv_heads)
     if pattern.heads == "split" and ring.size("head_axis") > 1:
-        raise NotImplementedError('`heads="split"` does not go with a `head_axis` that shards the heads.')
+        raise NotImplementedError('`heads="split"` does not support a `head_axis` that shards the heads.')
     return ring.size("axis_name")
 
 
 def clipped_counts(name: str, values: ArrayLike, batch: int, most: int, least: int = 0) -> Array:
-    """Checks one count per entry of the batch; values that are known only at run time are clipped."""
+    """Checks one count per sequence of the batch; traced values are clipped."""
     counts = jnp.asarray(check_counts(name, values, batch, most, least))
     debug.report(name, f"outside {least} to {most}, and clipped", lambda: (counts < least) | (counts > most))
     return jnp.clip(counts, least, most).astype(jnp.int32)
 
 
 def offset_table(cache: DecodeCache) -> np.ndarray:
-    """The offset of each key/value head in each branch, -1 where the head does not run it: (branches, K)."""
+    """Returns the offset of each key/value head in each branch, (branches, K), -1 if the branch excludes the head."""
     table = np.full((len(cache.keys), cache.num_kv_heads), -1, np.int32)
-    for row, branch in zip(table, cache.branches, strict=True):
-        row[branch.first_head : branch.first_head + branch.num_heads] = branch.offsets
+    for offsets, branch in zip(table, cache.branches, strict=True):
+        offsets[branch.first_head : branch.first_head + branch.num_heads] = branch.offsets
     return table
 
 
 def held_positions(branch: Branch, offsets: Array, first_slot: Array | int, slots: int) -> Array:
-    """The position, counted from the start of its segment, of the row for each slot of each head: (K, S)."""
+    """Returns the position within its segment of the row in each slot of each head, (K, S)."""
     slot = first_slot + jnp.arange(slots, dtype=jnp.int32)
     return slot[None, :] * branch.rate + offsets[:, None]

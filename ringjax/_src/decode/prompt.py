@@ -1,6 +1,6 @@
-"""From a whole prompt to a cache: the rows of the segments under way, taken by position.
+"""Prefill: gathers the rows of the current segments of a prompt by position.
 
-Legend: ``B`` batch, ``T`` length, ``K`` key/value heads, ``S`` slots of a branch, ``H`` head dim.
+Shapes: ``B`` batch, ``T`` length, ``K`` key/value heads, ``S`` slots of a branch, ``H`` head dimension.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
+from jaxtyping import Float, Int
 
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.comm.mesh import Ring, RingPlace
@@ -23,33 +24,40 @@ from ringjax._src.decode.cache import (
     clipped_counts,
     held_positions,
     offset_table,
-    placed,
+    reshard,
 )
 from ringjax._src.pattern import Branch
 from ringjax._src.validation import check_array, check_instance
 
 
 def prefill(
-    cache: DecodeCache, key: Array, value: Array, lengths: ArrayLike | None = None, *, ring: Ring | None = None
+    cache: DecodeCache,
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    lengths: Int[ArrayLike, " B"] | None = None,
+    *,
+    ring: Ring | None = None,
 ) -> DecodeCache:
-    """Fills a cache with a whole prompt, whose attention is the caller's, by `dilated_attention(..., is_causal=True)`.
+    """Fills a cache with the keys and values of a prompt.
 
-    What the cache held before is dropped.
+    The attention of the prompt itself is computed by `dilated_attention(..., is_causal=True)`. The previous contents of
+    the cache are discarded.
 
     Args:
-        cache: The cache, as `init_cache` makes it.
-        key: Keys of the prompt (B, T, K, H), of any length.
-        value: Values, the shape of `key`.
-        lengths: True length of each prompt, integers (B,) from 0 to T: later rows are padding. T by default. Numbers
-            out of this range are an error where they are known, and clipped where they are traced.
-        ring: The ring over which `key` and `value` are sharded, in its layout, and over which the cache was made; or
-            None. Its devices send only the rows of the cache, one branch at a time.
+        cache: A cache from `init_cache`.
+        key: Keys of the prompt, of any length.
+        value: Values of the prompt.
+        lengths: Length of each prompt without padding, from 0 to T; T by default. Values out of range raise an error if
+            they are known, and are clipped if they are traced.
+        ring: The ring over which `key` and `value` are sharded, in its layout, and for which the cache was created; or
+            None. Its devices exchange only the rows of the cache, one branch at a time.
 
     Returns:
-        The cache after the prompt.
+        The filled cache.
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If `key` and `value` differ in shape, do not match the shape or dtype of `cache`, `lengths` are out
+            of range, or the prompt or the slots of `cache` do not divide evenly over `ring`.
 
     Example:
         >>> import jax, ringjax as rj
@@ -74,22 +82,22 @@ def prefill(
     if length % multiple:
         raise ValueError(
             f"`key` length must be a multiple of {multiple} for layout {ring.layout!r} on a ring of {shards}, "
-            f"got {length}: pad with `to_layout` and say `lengths`."
+            f"got {length}: pad the inputs with `to_layout` and pass `lengths`."
         )
     specs, heads = cache_specs(cache, ring), PartitionSpec(None, ring.head_axis)
     in_specs = (specs, ring.spec(), ring.spec(), specs.lengths, heads)
     fill = functools.partial(_fill, place=place)
     sharded = jax.shard_map(fill, mesh=ring.resolve(), in_specs=in_specs, out_specs=specs)
-    return sharded(*placed(ring, (cache, key, value, given, offsets), in_specs))
+    return sharded(*reshard(ring, (cache, key, value, given, offsets), in_specs))
 
 
 def check_slots(cache: DecodeCache, shards: int) -> None:
-    """Checks that the slots of a cache divide over the devices of a ring."""
+    """Checks that the slots of a cache divide evenly over a ring."""
     for i, k in enumerate(cache.keys):
         if k.shape[2] % shards:
             raise ValueError(
                 f"`cache` slots must divide evenly over the ring of {shards}, got {k.shape[2]} in branch {i}: "
-                "make it by `init_cache(..., ring=ring)`."
+                "create it with `init_cache(..., ring=ring)`."
             )
 
 
@@ -110,7 +118,7 @@ def _check_prompt(cache: DecodeCache, key: Array, value: Array) -> tuple[int, in
 def _fill(
     cache: DecodeCache, key: Array, value: Array, lengths: Array, offsets: Array, *, place: RingPlace | None
 ) -> DecodeCache:
-    """What each device does; `place` is None where one device has all."""
+    """Fills the slots of one device; `place` is None without a ring."""
     shards = 1 if place is None else place.axis_size
     keys, values = [], []
     for i, (branch, held) in enumerate(zip(cache.branches, cache.keys, strict=True)):
@@ -126,7 +134,7 @@ def _fill(
 
 
 def _rows_at(x: Array, position: Array, place: RingPlace | None) -> Array:
-    """The rows of x (B, T, K, H) at the positions (B, K, S), 0 where they are -1; on a ring, this device's slots."""
+    """Gathers rows of x (B, T, K, H) at positions (B, K, S), 0 at position -1; on a ring, for this device's slots."""
     index = position
     if place is not None:
         layout, me = layout_named(place.layout), lax.axis_index(place.axis_name)
@@ -135,11 +143,11 @@ def _rows_at(x: Array, position: Array, place: RingPlace | None) -> Array:
         for nth, start in enumerate(layout.starts(me, place.axis_size, chunk)):
             is_here = (position >= start) & (position < start + chunk)
             index = jnp.where(is_here, position - start + nth * chunk, index)
-    take = jax.vmap(jax.vmap(lambda rows, i: jnp.take(rows, i, axis=0, mode="clip"), (1, 0)))
+    take = jax.vmap(jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"), (1, 0)))
     rows = jnp.where(index[..., None] >= 0, take(x, index), 0)
     if place is None:
         return rows
-    # each row comes from one device, the others add 0
+    # each row comes from one device; the others contribute 0
     return lax.psum_scatter(rows, place.axis_name, scatter_dimension=2, tiled=True)
 
 

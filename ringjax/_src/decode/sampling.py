@@ -1,4 +1,4 @@
-"""The loop that turns a step of a model into text: one `lax.scan`, one program for all tokens."""
+"""Token generation: one `lax.scan` over the tokens."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jaxtyping import Float, Int
 
 from ringjax._src import debug
 from ringjax._src.validation import (
@@ -28,40 +29,42 @@ State = TypeVar("State")
 
 
 def generate(
-    step: Callable[[State, Array], tuple[Array, State]],
+    step: Callable[[State, Int[Array, "B 1"]], tuple[Float[Array, "B V"], State]],
     state: State,
-    tokens: Array,
+    tokens: Int[Array, " B"],
     num_tokens: int,
     *,
     rng: Array | None = None,
-    temperature: float | Array = 1.0,
+    temperature: float | Float[Array, ""] = 1.0,
     top_k: int | None = None,
     greedy: bool = False,
-) -> tuple[Array, State]:
-    """Continues a prompt token by token.
+) -> tuple[Int[Array, "B num_tokens"], State]:
+    """Generates tokens one at a time.
 
-    All tokens run in one `lax.scan`, so that `step` is traced and compiled once. To compile once for many calls as
-    well, call it inside your own `jax.jit`, with parameters and caches as its arguments (and the state donated).
+    The tokens are generated in one `lax.scan`, so `step` is traced and compiled once. To compile once for many calls,
+    call this function inside `jax.jit`, with parameters and caches as arguments (and the state donated).
 
     Args:
-        step: A function of the state and tokens (B, 1) that gives the logits (B, V) of what follows, and the state
-            after them, of the same shapes and dtypes.
-        state: What `step` needs: the caches of all layers (`DecodeCache`), and parameters where it does not hold them.
-        tokens: The last token of each prompt, integers (B,): the first that `step` is given. Tokens outside the
-            vocabulary are an error where they are known; a model gives NaN for them where they are traced.
-        num_tokens: How many tokens to make.
-        rng: A key of `jax.random`; needed unless `greedy`.
-        temperature: Logits are divided by it before a token is drawn; finite and above 0.
-        top_k: Draw only from the `top_k` likeliest tokens, or None for all.
-        greedy: Take the likeliest token instead of drawing one.
+        step: A function from the state and the last tokens to the logits of the next tokens and the next state, which
+            must have the same shapes and dtypes.
+        state: The state of `step`: the caches of all layers (`DecodeCache`), and parameters unless `step` captures
+            them.
+        tokens: The last token of each prompt, which is the first input of `step`. Tokens outside the vocabulary raise
+            an error if their values are known; for traced tokens, a model returns NaN.
+        num_tokens: Number of tokens to generate.
+        rng: A `jax.random` key; required unless `greedy`.
+        temperature: Divisor of the logits before sampling; finite and positive.
+        top_k: Number of most likely tokens to sample from, or None for all.
+        greedy: Whether to take the most likely token instead of sampling.
 
     Returns:
-        The new tokens (B, num_tokens), in the dtype of `tokens`, and the state, which has seen all but the last. Where
-        logits hold NaN, or a traced `temperature` is not finite and above 0, there is nothing to choose: the token is
-        -1 (in an unsigned dtype its largest value).
+        The new tokens, in the dtype of `tokens`, and the state after all but the last of them. If logits contain NaN,
+        or a traced `temperature` is not finite and positive, the token is -1 (the largest value of an unsigned dtype).
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If `tokens` is not an integer array of one axis or has tokens outside the vocabulary, `step` returns
+            logits of the wrong shape, `rng` is missing, `temperature` is not finite and positive, `top_k` exceeds the
+            vocabulary size, or `rng`, `temperature` or `top_k` is given with `greedy`.
 
     Example:
         >>> import jax, jax.numpy as jnp, ringjax as rj
@@ -75,34 +78,34 @@ def generate(
     num_tokens = check_int("num_tokens", num_tokens, most=MOST_POSITIONS)
     top_k = check_sampling(rng, temperature, top_k, greedy)
     tokens = jnp.asarray(tokens)
-    heat = None if greedy else _checked_heat(temperature)
+    divisor = None if greedy else _checked_temperature(temperature)
 
     def choose(logits: Array, key: Array | None) -> Array:
-        if key is None or heat is None:
+        if key is None or divisor is None:
             return logits.argmax(axis=-1)
         if top_k is None:
-            return jax.random.categorical(key, logits / heat.astype(logits.dtype))
-        likeliest, which = lax.top_k(logits, top_k)
-        drawn = jax.random.categorical(key, likeliest / heat.astype(logits.dtype))
-        return jnp.take_along_axis(which, drawn[:, None], axis=1)[:, 0]
+            return jax.random.categorical(key, logits / divisor.astype(logits.dtype))
+        likeliest, index = lax.top_k(logits, top_k)
+        drawn = jax.random.categorical(key, likeliest / divisor.astype(logits.dtype))
+        return jnp.take_along_axis(index, drawn[:, None], axis=1)[:, 0]
 
     def advance(carry: tuple[State, Array], key: Array | None) -> tuple[tuple[State, Array], Array]:
         state, last = carry
         logits, state = step(state, last[:, None])
         _check_logits(logits, tokens, top_k)
         is_nan = jnp.isnan(logits).any(axis=-1)
-        is_nan = is_nan | jnp.isnan(heat) if isinstance(heat, jax.core.Tracer) else is_nan
+        is_nan = is_nan | jnp.isnan(divisor) if isinstance(divisor, jax.core.Tracer) else is_nan
         debug.report("logits", "NaN (rows of a batch)", lambda: is_nan)
         chosen = jnp.where(is_nan, -1, choose(logits, key)).astype(tokens.dtype)
         return (state, chosen), chosen
 
     keys = None if greedy or rng is None else jax.random.split(rng, num_tokens)
-    (state, _), made = lax.scan(advance, (state, tokens), keys, length=num_tokens)
-    return made.T, state
+    (state, _), generated = lax.scan(advance, (state, tokens), keys, length=num_tokens)
+    return generated.T, state
 
 
 def check_sampling(rng: object, temperature: object, top_k: object, greedy: object) -> int | None:
-    """Checks how tokens are chosen, and returns `top_k`."""
+    """Checks the sampling arguments and returns `top_k`."""
     is_greedy = check_bool("greedy", greedy)
     is_array = isinstance(temperature, jax.Array)
     if not is_array:
@@ -115,7 +118,7 @@ def check_sampling(rng: object, temperature: object, top_k: object, greedy: obje
         for name, value in given.items():
             if value is not None:
                 raise ValueError(
-                    "`rng`, `temperature` and `top_k` must not be given with `greedy=True`, which draws nothing, got "
+                    "`rng`, `temperature` and `top_k` must not be given with `greedy=True`, got "
                     f"`{name}` {shown(value)}."
                 )
     elif rng is None:
@@ -136,32 +139,32 @@ def _check_tokens(tokens: object) -> None:
 
 
 def _check_logits(logits: Array, tokens: Array, top_k: int | None) -> None:
-    """Checks what `step` returned against the arguments."""
+    """Checks the logits that `step` returned."""
     if not hasattr(logits, "shape") or len(logits.shape) != 2 or logits.shape[0] != tokens.shape[0]:
         given = getattr(logits, "shape", type(logits).__name__)
-        raise ValueError(f"`step` must give logits of shape ({tokens.shape[0]}, vocabulary), got {given}.")
+        raise ValueError(f"`step` must return logits of shape ({tokens.shape[0]}, vocabulary), got {given}.")
     size = logits.shape[1]
     if top_k is not None and top_k > size:
-        raise ValueError(f"`top_k` must be at most the vocabulary {size}, got {top_k}.")
+        raise ValueError(f"`top_k` must be at most the vocabulary size {size}, got {top_k}.")
     if size - 1 > jnp.iinfo(tokens.dtype).max:
-        raise ValueError(f"`tokens` must have a dtype that holds {size} tokens, got {tokens.dtype}.")
+        raise ValueError(f"`tokens` must have a dtype that can represent {size} tokens, got {tokens.dtype}.")
     found = known(tokens)
     if found is not None and found.max() >= size:
-        raise ValueError(f"`tokens` must be below the vocabulary {size}, got {shown(found.tolist())}.")
+        raise ValueError(f"`tokens` must be below the vocabulary size {size}, got {shown(found.tolist())}.")
 
 
-def _checked_heat(temperature: float | Array) -> Array:
-    """The temperature as an array, NaN where it turns out to be unfit at run time."""
-    heat = jnp.asarray(temperature)
+def _checked_temperature(temperature: float | Array) -> Array:
+    """Returns the temperature as an array, NaN for invalid traced values."""
+    divisor = jnp.asarray(temperature)
     if not isinstance(temperature, jax.core.Tracer):
-        return heat
-    is_fit = (heat > 0) & (heat < jnp.inf)
-    debug.report("temperature", "not finite numbers above 0", lambda: ~is_fit)
-    return jnp.where(is_fit, heat, jnp.nan)
+        return divisor
+    is_valid = (divisor > 0) & (divisor < jnp.inf)
+    debug.report("temperature", "not finite numbers above 0", lambda: ~is_valid)
+    return jnp.where(is_valid, divisor, jnp.nan)
 
 
 def _is_positive_scalar(x: Array) -> bool:
-    """Whether this is a floating-point scalar, finite and above 0 if its value is known."""
+    """Returns whether `x` is a floating-point scalar, finite and positive if its value is known."""
     if x.ndim != 0 or not jnp.issubdtype(x.dtype, jnp.floating):
         return False
     found = known(x)

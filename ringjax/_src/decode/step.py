@@ -1,7 +1,7 @@
-"""The next tokens: their attention over the cache and over each other, and their rows put into the cache.
+"""Decoding: new tokens attend to the cache and to each other, and their rows are written to the cache.
 
-Legend: ``B`` batch, ``n`` new tokens, ``N`` query heads, ``K`` key/value heads, ``G`` query heads of each, ``S`` slots
-of a branch, ``H`` head dim, ``w`` segment length, ``r`` rate.
+Shapes: ``B`` batch, ``n`` new tokens, ``N`` query heads, ``K`` key/value heads, ``G`` query heads per key/value head,
+``S`` slots of a branch, ``H`` head dimension.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
+from jaxtyping import Float, Int
 
 from ringjax._src import online_softmax as softmax
 from ringjax._src.comm.mesh import Ring
@@ -27,7 +28,7 @@ from ringjax._src.decode.cache import (
     clipped_counts,
     held_positions,
     offset_table,
-    placed,
+    reshard,
 )
 from ringjax._src.decode.prompt import check_slots
 from ringjax._src.online_softmax import Partial
@@ -36,7 +37,7 @@ from ringjax._src.validation import AttentionShape, check_inputs, check_instance
 
 
 class Chunk(NamedTuple):
-    """New tokens, heads before rows."""
+    """New tokens, in head-major order."""
 
     query: Array  # (B, K, n, G, H), scaled, in the accumulator's dtype
     key: Array  # (B, K, n, H)
@@ -45,43 +46,44 @@ class Chunk(NamedTuple):
     is_real: Array  # (B, n): not padding
 
     def of(self, heads: slice) -> Chunk:
-        """The chunk of some key/value heads."""
+        """Returns the chunk for some key/value heads."""
         return self._replace(query=self.query[:, heads], key=self.key[:, heads], value=self.value[:, heads])
 
 
 def decode_step(
     cache: DecodeCache,
-    query: Array,
-    key: Array,
-    value: Array,
+    query: Float[Array, "B n N H"],
+    key: Float[Array, "B n K H"],
+    value: Float[Array, "B n K H"],
     *,
-    counts: ArrayLike | None = None,
+    counts: Int[ArrayLike, " B"] | None = None,
     scale: float | None = None,
     ring: Ring | None = None,
-) -> tuple[Array, DecodeCache]:
-    """Causal dilated attention of the next tokens, one or several, after all tokens that the cache has seen.
+) -> tuple[Float[Array, "B n N H"], DecodeCache]:
+    """Computes causal dilated attention of one or more new tokens and adds them to the cache.
 
-    The result is what `dilated_attention(..., is_causal=True)` of the whole sequence gives at these positions. Each
-    entry of the batch goes on from its own length. Compile it once for each number of new tokens, and donate the cache
-    (`jax.jit(step, donate_argnums=0)`), or call it in a `lax.scan`: its rows are then overwritten where they stand.
+    The result equals that of `dilated_attention(..., is_causal=True)` on the whole sequence at these positions.
+    Sequences of the batch may have different lengths. Compile it once per number of new tokens, and donate the cache
+    (`jax.jit(step, donate_argnums=0)`) or call it in a `lax.scan`, so that the cache is updated in place.
 
     Args:
-        cache: The cache, from `init_cache`, `prefill` or the step before.
-        query: Queries (B, n, N, H) of the new tokens.
-        key: Keys (B, n, K, H), N a multiple of K.
-        value: Values, the shape of `key`.
-        counts: How many of the n tokens each entry really has, integers (B,) from 0 to n; the others, at the end, are
-            padding, which is not kept and gives 0. n by default. Numbers out of this range are an error where they are
-            known, and clipped where they are traced.
+        cache: A cache from `init_cache`, `prefill` or the previous step.
+        query: Queries of the new tokens.
+        key: Keys of the new tokens, where N is a multiple of K.
+        value: Values of the new tokens.
+        counts: Number of new tokens of each sequence, from 0 to n; n by default. Later rows are padding, which is not
+            cached and outputs 0. Values out of range raise an error if they are known, and are clipped if they are
+            traced.
         scale: Factor on the scores, ``1 / sqrt(H)`` by default.
-        ring: The ring over which the cache was made, or None. Each device attends over its own slots; query, key and
-            value are whole on each device of the ring.
+        ring: The ring for which the cache was created, or None. Each device attends to its slots; query, key and value
+            are replicated over the ring.
 
     Returns:
-        The attention (B, n, N, H) in the dtype of `query`, and the cache after these tokens.
+        The attention output, in the dtype of `query`, and the updated cache.
 
     Raises:
-        ValueError: If an argument is not as described.
+        ValueError: If `key` and `value` differ in shape, `query`, `key` or `value` does not match the shape or dtype of
+            `cache`, `counts` are out of range, or the slots of `cache` do not divide evenly over `ring`.
 
     Example:
         >>> import jax, ringjax as rj
@@ -102,8 +104,8 @@ def decode_step(
     real = jnp.full(batch, length, jnp.int32) if counts is None else clipped_counts("counts", counts, batch, length)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     offsets = jnp.asarray(offset_table(cache))
-    alike_heads = tuple(max(Counter(branch.offsets).values(), default=0) for branch in cache.branches)
-    step = functools.partial(_step, shape=shape, alike_heads=alike_heads)
+    max_selected = tuple(max(Counter(branch.offsets).values(), default=0) for branch in cache.branches)
+    step = functools.partial(_step, shape=shape, max_selected=max_selected)
     shards = 1 if ring is None else check_ring(ring, cache.pattern, shape.batch, shape.kv_heads)
     if ring is None or ring.resolve().size == 1:
         return step(cache, query, key, value, real, offsets, axis_name=None)
@@ -113,14 +115,14 @@ def decode_step(
     in_specs = (specs, new, new, new, specs.lengths, PartitionSpec(None, ring.head_axis))
     on_device = functools.partial(step, axis_name=ring.axis_name)
     sharded = jax.shard_map(on_device, mesh=ring.resolve(), in_specs=in_specs, out_specs=(new, specs))
-    return sharded(*placed(ring, (cache, query, key, value, real, offsets), in_specs))
+    return sharded(*reshard(ring, (cache, query, key, value, real, offsets), in_specs))
 
 
 def _check_like_cache(cache: DecodeCache, key: Array) -> None:
     like = cache.keys[0]
     given, wanted = (key.shape[0], *key.shape[2:]), (like.shape[0], cache.num_kv_heads, like.shape[3])
     if given != wanted:
-        raise ValueError(f"`key` must have the (batch, heads, dim) of `cache`, got {given} and {wanted}.")
+        raise ValueError(f"`key` must have the shape (batch, heads, dim) of `cache`, got {given} and {wanted}.")
     if key.dtype != like.dtype:
         raise ValueError(f"`key` must have the dtype of `cache`, got {key.dtype} and {like.dtype}.")
 
@@ -134,15 +136,15 @@ def _step(
     offsets: Array,
     *,
     shape: AttentionShape,
-    alike_heads: tuple[int, ...],
+    max_selected: tuple[int, ...],
     axis_name: AxisName | None,
 ) -> tuple[Array, DecodeCache]:
-    """What each device does; `axis_name` is None where one device has all slots."""
+    """Computes one step on one device; `axis_name` is None without a ring."""
     chunk = _chunk(cache, query, key, value, counts, shape)
     parts, keys, values = [], [], []
     for i, branch in enumerate(cache.branches):
         heads = slice(branch.first_head, branch.first_head + cache.keys[i].shape[1])
-        mine = chunk.of(heads)
+        part_chunk = chunk.of(heads)
         slots = cache.keys[i].shape[2]
         first_slot = 0 if axis_name is None else lax.axis_index(axis_name) * slots
         is_selected = _is_selected(branch, offsets[i, heads], chunk.position)
@@ -150,18 +152,18 @@ def _step(
             begin = chunk.position // branch.segment_length * branch.segment_length
             inside = held_positions(branch, offsets[i, heads], first_slot, slots)
             is_held = begin[:, None, :, None] + inside[None, :, None, :] < cache.lengths[:, None, None, None]
-            seen = (is_selected[..., None] & is_held).astype(mine.query.dtype)
-            alike = min(alike_heads[i], len(offsets[i, heads]))
-            part = _attend_selected(mine.query, cache.keys[i], cache.values[i], seen, is_selected, alike)
-            slot = _slots(branch, mine, is_selected, counts, first_slot, slots)
-            slot = _after(part, slot)
-            keys.append(_put(cache.keys[i], mine.key, slot))
-            values.append(_put(cache.values[i], mine.value, slot))
+            is_active = (is_selected[..., None] & is_held).astype(part_chunk.query.dtype)
+            most = min(max_selected[i], len(offsets[i, heads]))
+            part = _attend_selected(part_chunk.query, cache.keys[i], cache.values[i], is_active, is_selected, most)
+            slot = _slots(branch, part_chunk, is_selected, counts, first_slot, slots)
+            slot = _order_after(part, slot)
+            keys.append(_write(cache.keys[i], part_chunk.key, slot))
+            values.append(_write(cache.values[i], part_chunk.value, slot))
             parts.append(part)
-    cached = _joined(cache, parts)
-    cached = cached if axis_name is None else _over_ring(cached, axis_name)
-    own = _attend(chunk.query, chunk.key, chunk.value, _times_seen(cache.branches, offsets, chunk))
-    out = softmax.merge(cached, own).out
+    cached = _combine_branches(cache, parts)
+    cached = cached if axis_name is None else _merge_over_ring(cached, axis_name)
+    new = _attend(chunk.query, chunk.key, chunk.value, _num_branches(cache.branches, offsets, chunk))
+    out = softmax.merge(cached, new).out
     out = out / len(cache.branches) if cache.pattern.heads == "split" else out
     out = jnp.where(chunk.is_real[:, None, :, None, None], out, 0)
     out = out.transpose(0, 2, 1, 3, 4).reshape(query.shape).astype(query.dtype)
@@ -175,39 +177,39 @@ def _chunk(cache: DecodeCache, query: Array, key: Array, value: Array, counts: A
     grouped = wide.reshape(batch, new, heads // shape.group, shape.group, dim).transpose(0, 2, 1, 3, 4)
     nth = jnp.arange(new, dtype=jnp.int32)[None, :]
     is_real = nth < counts[:, None]
-    # whatever the padding holds, 0 times it must be 0
+    # zero the padding, which may hold NaN or infinity
     key, value = (jnp.where(is_real[:, :, None, None], x, 0).transpose(0, 2, 1, 3) for x in (key, value))
     return Chunk(grouped, key, value, cache.lengths[:, None] + nth, is_real)
 
 
 def _is_selected(branch: Branch, offsets: Array, position: Array) -> Array:
-    """Whether each head selects each position (B, n): (B, K, n)."""
+    """Returns whether each head selects each position (B, n), as (B, K, n)."""
     residue = position % branch.segment_length % branch.rate
     return residue[:, None, :] == offsets[None, :, None]
 
 
-def _times_seen(branches: tuple[Branch, ...], offsets: Array, chunk: Chunk) -> Array:
-    """In how many branches each new token sees each of the new tokens: (B, K, n, n)."""
+def _num_branches(branches: tuple[Branch, ...], offsets: Array, chunk: Chunk) -> Array:
+    """Counts the branches in which each new token attends to each new token, (B, K, n, n)."""
     p = chunk.position
     is_before = (p[:, :, None] >= p[:, None, :]) & chunk.is_real[:, None, :]
-    times = jnp.zeros((*chunk.key.shape[:3], p.shape[1]), chunk.query.dtype)
-    for branch, each in zip(branches, offsets, strict=True):
-        chosen, segment = _is_selected(branch, each, p), p // branch.segment_length
-        is_near = is_before & (segment[:, :, None] == segment[:, None, :])
-        times += (chosen[:, :, :, None] & chosen[:, :, None, :] & is_near[:, None]).astype(times.dtype)
-    return times
+    counts = jnp.zeros((*chunk.key.shape[:3], p.shape[1]), chunk.query.dtype)
+    for branch, branch_offsets in zip(branches, offsets, strict=True):
+        chosen, segment = _is_selected(branch, branch_offsets, p), p // branch.segment_length
+        is_visible = is_before & (segment[:, :, None] == segment[:, None, :])
+        counts += (chosen[:, :, :, None] & chosen[:, :, None, :] & is_visible[:, None]).astype(counts.dtype)
+    return counts
 
 
 def _attend(query: Array, key: Array, value: Array, times: Array) -> Partial:
-    """The partial of query (B, K, n, G, H) over key and value (B, K, S, H), seen `times` (B, K, n, S)."""
+    """Attends with query (B, K, n, G, H) to key and value (B, K, S, H), each pair counted `times` (B, K, n, S)."""
     return jax.vmap(jax.vmap(_attend_rows))(query, key, value, times)
 
 
-def _attend_selected(query: Array, key: Array, value: Array, times: Array, is_selected: Array, alike: int) -> Partial:
-    """As `_attend`; of one token only the heads that select it are read, at most `alike` of them."""
-    if query.shape[2] > 1 or 4 * alike > query.shape[1]:  # picking them costs a copy
+def _attend_selected(query: Array, key: Array, value: Array, times: Array, is_selected: Array, most: int) -> Partial:
+    """Like `_attend`, but for a single token it reads only the heads that select it, at most `most`."""
+    if query.shape[2] > 1 or 4 * most > query.shape[1]:  # gathering the heads costs a copy
         return _attend(query, key, value, times)
-    picked = jnp.argsort(~is_selected[:, :, 0], axis=1)[:, :alike]  # (B, alike)
+    picked = jnp.argsort(~is_selected[:, :, 0], axis=1)[:, :most]  # (B, most)
     pick = jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"))
     part = _attend(*(pick(x, picked) for x in (query, key, value, times)))
     put = jax.vmap(lambda x, new, i: x.at[i].set(new, mode="promise_in_bounds", unique_indices=True))
@@ -218,36 +220,36 @@ def _attend_rows(query: Array, key: Array, value: Array, times: Array) -> Partia
     group = query.shape[1]
     q, times = query.reshape(-1, query.shape[2]), jnp.repeat(times, group, axis=0)
     k, v = key.astype(q.dtype), value.astype(q.dtype)
-    scores = jnp.where(times > 0, (k @ q.T).T, -jnp.inf)  # turning the scores is cheaper than turning the keys
+    scores = jnp.where(times > 0, (k @ q.T).T, -jnp.inf)  # transposing the scores is cheaper than transposing the keys
     state, weights = softmax.rescale(softmax.start(q), scores)
     weights = weights * times
     part = softmax.finish(softmax.Running(weights @ v, state.peak, weights.sum(axis=1)))
     return Partial(part.out.reshape(query.shape), part.lse.reshape(query.shape[:2]))
 
 
-def _joined(cache: DecodeCache, parts: list[Partial]) -> Partial:
-    """The branches together: side by side where each head runs one, else merged."""
+def _combine_branches(cache: DecodeCache, parts: list[Partial]) -> Partial:
+    """Combines the branches: concatenates heads if each head runs one branch, otherwise merges."""
     if cache.pattern.heads == "split":
         outs, lses = zip(*parts, strict=True)
         return Partial(jnp.concatenate(outs, axis=1), jnp.concatenate(lses, axis=1))
     return functools.reduce(softmax.merge, parts)
 
 
-def _over_ring(part: Partial, axis_name: AxisName) -> Partial:
-    """The partial over the keys of all devices of a ring, by sums: what `softmax.merge` does for two."""
-    peak = lax.pmax(part.lse, axis_name)
-    weight = jnp.exp(part.lse - jnp.where(peak == -jnp.inf, 0, peak))
-    out, total = lax.psum((part.out * weight[..., None], weight), axis_name)
-    safe = jnp.where(total == 0, 1, total)  # NaN stays NaN
-    return Partial(out / safe[..., None], peak + jnp.log(safe))
+def _merge_over_ring(part: Partial, axis_name: AxisName) -> Partial:
+    """Merges the partial results of all devices of a ring, like `softmax.merge` does for two."""
+    max_lse = lax.pmax(part.lse, axis_name)
+    weight = jnp.exp(part.lse - jnp.where(max_lse == -jnp.inf, 0, max_lse))
+    out, denominator = lax.psum((part.out * weight[..., None], weight), axis_name)
+    safe = jnp.where(denominator == 0, 1, denominator)  # keeps NaN
+    return Partial(out / safe[..., None], max_lse + jnp.log(safe))
 
 
 def _slots(
     branch: Branch, chunk: Chunk, is_selected: Array, counts: Array, first_slot: Array | int, slots: int
 ) -> Array:
-    """The slot of each new row of each head, or one that does not exist where the row is not kept: (B, K, n).
+    """Returns the slot of each new row of each head, (B, K, n), out of bounds if the row is not kept.
 
-    Only rows of the segment in which the chunk ends are kept, so no two rows want one slot.
+    Only rows of the segment in which the chunk ends are kept, so no two rows share a slot.
     """
     w = branch.segment_length
     last = chunk.position[:, 0] + counts - 1
@@ -257,16 +259,16 @@ def _slots(
     return jnp.where(is_selected & is_here[:, None, :], slot[:, None, :], slots)
 
 
-def _after(part: Partial, slot: Array) -> Array:
-    """The slots, known only when `part` is: rows that are read before they are written need not be copied.
+def _order_after(part: Partial, slot: Array) -> Array:
+    """Makes the slots depend on `part`, so that XLA reads the cache before writing it and need not copy it.
 
-    An `optimization_barrier` is gone by the time XLA (jax 0.10) decides what to copy; a comparison that it does not
-    see through stays.
+    An `optimization_barrier` is removed before XLA (jax 0.10) decides what to copy; a comparison that it cannot
+    simplify remains.
     """
     never = ((part.out > 0) & (part.out < 0)).any(axis=(2, 3, 4))  # (B, K)
     return jnp.where(never[:, :, None], jnp.iinfo(slot.dtype).max, slot)
 
 
-def _put(rows: Array, new: Array, slot: Array) -> Array:
-    """The rows (B, K, S, H) with the new ones (B, K, n, H) in their slots."""
-    return jax.vmap(jax.vmap(lambda x, y, i: x.at[i].set(y, mode="drop")))(rows, new, slot)
+def _write(cached: Array, new: Array, slot: Array) -> Array:
+    """Writes new rows (B, K, n, H) to their slots of the cached rows (B, K, S, H)."""
+    return jax.vmap(jax.vmap(lambda x, y, i: x.at[i].set(y, mode="drop")))(cached, new, slot)
