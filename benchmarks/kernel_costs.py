@@ -1,4 +1,4 @@
-"""What the kernels compute and move, counted from their grids: useful against issued flops, bytes against the least."""
+"""Costs of the kernels, counted from their grids: useful and issued flops, moved and minimal bytes."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ _MULTIPLIES = {"forward": 2, "query_gradient": 3, "key_gradient": 4}
 
 
 class KernelCost(NamedTuple):
-    """What one kernel does for all its tasks.
+    """Costs of one kernel over all its tasks.
 
     Attributes:
-        name: Of the pass.
-        useful_flops: Of the pairs of query and key that see each other.
-        issued_flops: Of all pairs in the blocks that meet.
-        moved_bytes: Between HBM and the kernel: a block counts each time that it is not the one of the step before.
-        least_bytes: Every row read or written once.
+        name: Name of the pass.
+        useful_flops: Flops of the attended (query, key) pairs.
+        issued_flops: Flops of all pairs in the active blocks.
+        moved_bytes: Bytes moved between HBM and the kernel; a block is fetched if it differs from that of the last
+            step.
+        least_bytes: Bytes moved if every row were read or written once.
     """
 
     name: str
@@ -49,17 +50,17 @@ def kernel_costs(
     is_causal: bool = False,
     block_sizes: BlockSizes | None = None,
 ) -> list[KernelCost]:
-    """The costs of the three kernels for segments of so many selected rows.
+    """Computes the costs of the three kernels.
 
     Args:
         target: ``"tpu"`` or ``"gpu"``.
-        rows: Key rows of a task.
-        head_dim: Dimensions per head.
-        tasks: Key/value heads times segments times batch.
-        group: Query heads per key/value head.
-        dtype: Of query, key and value.
-        is_causal: Whether a query sees only keys up to its own.
-        block_sizes: Blocks, or None for our choice.
+        rows: Number of key rows per task.
+        head_dim: Head dimension.
+        tasks: Number of tasks: key/value heads times segments times batch.
+        group: Number of query heads per key/value head.
+        dtype: Dtype of query, key and value.
+        is_causal: Whether attention is causal.
+        block_sizes: Block sizes, or None for the defaults.
 
     Example:
         >>> forward, *_ = kernel_costs("tpu", rows=16384, head_dim=128, is_causal=True)
@@ -74,20 +75,20 @@ def kernel_costs(
         look = Look(blocks, rows, group, tasks, is_causal, bool(rows % blocks.key), (), 1.0)
         query_spans = look.query_spans(jnp.array([rows], jnp.int32), None, None)
         spans = look.key_spans(query_spans) if name == "key_gradient" else query_spans
-        met = int((spans[:, 2] - spans[:, 0]).sum()) * tasks
+        num_pairs = int((spans[:, 2] - spans[:, 0]).sum()) * tasks
         flops = 2 * _MULTIPLIES[name] * head_dim
         moved = (
             _tpu_bytes(name, look, tasks, head_dim, dtype, spans)
             if target == "tpu"
-            else _gpu_bytes(name, look, tasks, head_dim, dtype, met)
+            else _gpu_bytes(name, look, tasks, head_dim, dtype, num_pairs)
         )
         least = _array_bytes(name, tasks, rows, group, head_dim, dtype)
-        costs.append(KernelCost(name, flops * pairs, flops * met * blocks.query * blocks.key, moved, least))
+        costs.append(KernelCost(name, flops * pairs, flops * num_pairs * blocks.query * blocks.key, moved, least))
     return costs
 
 
 def _arrays(name: str, tasks: int, rows: int, group: int, head_dim: int, dtype: str) -> list[jax.ShapeDtypeStruct]:
-    """The arrays of a pass, before chunks, spans and marks; what is summed up comes first."""
+    """Returns the arrays of a pass, accumulators first, without chunks and mask inputs."""
     shape = jax.ShapeDtypeStruct
     query, kv = (tasks, 1, rows * group, head_dim), (2, tasks, 1, rows, head_dim)
     inputs = [shape(query, dtype), shape(kv, dtype)]
@@ -98,14 +99,14 @@ def _arrays(name: str, tasks: int, rows: int, group: int, head_dim: int, dtype: 
 
 
 def _array_bytes(name: str, tasks: int, rows: int, group: int, head_dim: int, dtype: str) -> int:
-    """Every array read once, and what is summed up written once."""
+    """Returns the bytes of reading every array once and writing the accumulators once."""
     arrays = _arrays(name, tasks, rows, group, head_dim, dtype)
     sums = arrays[:2] if name == "forward" else arrays[:1]
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in [*arrays, *sums])
 
 
 def _tpu_bytes(name: str, look: Look, tasks: int, head_dim: int, dtype: str, spans: Array) -> int:
-    """Bytes of the blocks that change from one step of the grid to the next."""
+    """Returns the bytes of the blocks that change from one grid step to the next."""
     arrays = _arrays(name, tasks, look.rows, look.group, head_dim, dtype)
     chunks = jnp.zeros((2,), jnp.int32)
     found: list[Call] = []
@@ -126,20 +127,20 @@ def _tpu_bytes(name: str, look: Look, tasks: int, head_dim: int, dtype: str, spa
     for array, spec in [*call.inputs, *call.outputs]:
         assert spec.index_map is not None and spec.block_shape is not None
         index = spec.index_map(*steps, chunks, spans)
-        places = np.stack([np.broadcast_to(np.asarray(x), steps[0].shape) for x in index])
-        fetches = 1 + int((places[:, 1:] != places[:, :-1]).any(axis=0).sum())
+        indices = np.stack([np.broadcast_to(np.asarray(x), steps[0].shape) for x in index])
+        fetches = 1 + int((indices[:, 1:] != indices[:, :-1]).any(axis=0).sum())
         moved += fetches * int(np.prod(np.array(spec.block_shape, int))) * array.dtype.itemsize
     return moved
 
 
-def _gpu_bytes(name: str, look: Look, tasks: int, head_dim: int, dtype: str, met: int) -> int:
-    """Bytes that the programs load and store, whatever of them the cache of the device keeps."""
+def _gpu_bytes(name: str, look: Look, tasks: int, head_dim: int, dtype: str, num_pairs: int) -> int:
+    """Returns the bytes that the programs load and store, ignoring the caches of the device."""
     size = jnp.dtype(dtype).itemsize
     query, key = look.blocks.query * head_dim, look.blocks.key * head_dim
-    numbers = 2 * look.blocks.query * 4
+    stats = 2 * look.blocks.query * 4
     programs = tasks * (look.key_blocks if name == "key_gradient" else look.query_blocks)
     if name == "forward":
-        return programs * (query * (size + 8) + numbers) + met * 2 * key * size
+        return programs * (query * (size + 8) + stats) + num_pairs * 2 * key * size
     if name == "query_gradient":
-        return programs * (query * (2 * size + 8) + numbers) + met * 2 * key * size
-    return programs * 2 * key * (size + 8) + met * (2 * query * size + numbers)
+        return programs * (query * (2 * size + 8) + stats) + num_pairs * 2 * key * size
+    return programs * 2 * key * (size + 8) + num_pairs * (2 * query * size + stats)

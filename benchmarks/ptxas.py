@@ -1,7 +1,7 @@
-"""Resources that the kernels of a CUDA program use: registers, spills, threads and shared memory.
+"""Resource usage of the kernels of a CUDA program: registers, spills, threads and shared memory.
 
-They are read from the compiler's dump (`compile_for(..., dump_to=...)`): the PTX of each kernel, which `ptxas` compiles
-again and measures, and the list of launches.
+The input is the dump of the compiler (`compile_for(..., dump_to=...)`): the PTX of each kernel, which is compiled again
+with ``ptxas -v``, and the list of kernel launches.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STATIC_SHARED = re.compile(r"(\d+) bytes smem")
 _LAUNCH = re.compile(r"\] (\S+) grid: \[[^\]]*\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+) bytes")
-_COPY = re.compile(r"_\d+$")  # a kernel that is called twice with other shapes gets a number
+_COPY = re.compile(r"_\d+$")  # suffix of a kernel that is called with several shapes
 
 
 @dataclasses.dataclass(frozen=True)
 class KernelResources:
-    """What one kernel takes.
+    """Resource usage of one kernel.
 
     Attributes:
-        name: Its name.
-        registers: Of one thread.
-        spilled_bytes: Of one thread, stored to and loaded from memory for want of registers.
-        threads: Of a block, or None where no launch was listed.
-        shared_bytes: Of a block.
+        name: Name of the kernel.
+        registers: Registers per thread.
+        spilled_bytes: Register spills per thread, stores and loads.
+        threads: Threads per block, or None if no launch is listed.
+        shared_bytes: Shared memory per block.
     """
 
     name: str
@@ -42,23 +42,23 @@ class KernelResources:
 
     @property
     def plain_name(self) -> str:
-        """The name without the number of a copy."""
+        """The name without a numeric suffix."""
         return _COPY.sub("", self.name)
 
 
 def kernel_resources(
     dumped: pathlib.Path, architecture: str, names: Collection[str] | None = None
 ) -> list[KernelResources]:
-    """Measures the kernels in a folder that the compiler filled.
+    """Measures the kernels in a dump directory.
 
     Args:
-        dumped: The folder.
-        architecture: For which to compile, such as ``"sm_90a"``.
-        names: Kernels to measure, or None for all.
+        dumped: The directory.
+        architecture: The architecture to compile for, such as ``"sm_90a"``.
+        names: Names of the kernels to measure, or None for all.
 
     Raises:
-        FileNotFoundError: If there is no `ptxas`, or no such kernel in the folder.
-        subprocess.CalledProcessError: If `ptxas` refuses a kernel.
+        FileNotFoundError: If `ptxas` is not installed, or the directory contains no such kernel.
+        subprocess.CalledProcessError: If `ptxas` fails.
     """
     launches = {}
     for path in dumped.glob("*.thunk_sequence.txt"):
@@ -78,7 +78,7 @@ def kernel_resources(
 
 
 def parse_ptxas(text: str) -> list[KernelResources]:
-    """The kernels of which ``ptxas -v`` tells; `shared_bytes` is what their code declares, without that of a launch."""
+    """Parses the output of ``ptxas -v``; `shared_bytes` is the static shared memory only."""
     found = []
     for part in re.split(r"(?=ptxas info\s*: Compiling entry function)", text):
         name, spills, registers = _COMPILING.search(part), _SPILLS.search(part), _REGISTERS.search(part)
@@ -90,7 +90,7 @@ def parse_ptxas(text: str) -> list[KernelResources]:
 
 
 def parse_launches(text: str) -> dict[str, tuple[int, int]]:
-    """Threads and bytes of shared memory of a block, for each kernel in a list of launches."""
+    """Parses a list of launches into threads and bytes of shared memory per block, by kernel."""
     found = {}
     for name, threads, shared in _LAUNCH.findall(text):
         x, y, z = (int(size) for size in threads.split(","))
@@ -99,10 +99,10 @@ def parse_launches(text: str) -> dict[str, tuple[int, int]]:
 
 
 def find_ptxas() -> str:
-    """Where `ptxas` is: in the package `nvidia-cuda-nvcc-cu12`, or on the path.
+    """Returns the path of `ptxas`, from the package `nvidia-cuda-nvcc-cu12` or the search path.
 
     Raises:
-        FileNotFoundError: If it is nowhere.
+        FileNotFoundError: If it is not installed.
     """
     try:
         package = importlib.util.find_spec("nvidia.cuda_nvcc")
@@ -114,7 +114,7 @@ def find_ptxas() -> str:
             return str(path)
     path_of_shell = shutil.which("ptxas")
     if path_of_shell is None:
-        raise FileNotFoundError("There is no `ptxas`: install the package nvidia-cuda-nvcc-cu12.")
+        raise FileNotFoundError("`ptxas` was not found: install the package nvidia-cuda-nvcc-cu12.")
     return path_of_shell
 
 

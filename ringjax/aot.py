@@ -1,4 +1,7 @@
-"""Ahead-of-time compilation for TPU and GPU topologies that are not attached."""
+"""Ahead-of-time compilation for TPU and GPU topologies, without access to the devices.
+
+Install the compiler of the target first: ``pip install '.[aot-tpu]'`` or ``pip install '.[aot-cuda]'`` in a clone.
+"""
 
 from ringjax._src.aot.compile import ENVIRONMENT, neighbor_cycle, ring_mesh
 from ringjax._src.aot.targets import Target, target_named

@@ -1,7 +1,7 @@
-"""Several JAX processes on this machine's CPU, joined by `jax.distributed`: for tests and examples.
+"""Runs several JAX processes on the CPU of this machine, connected by `jax.distributed`.
 
-`run_processes` starts a script several times; the script calls `initialize_from_environment` before anything else of
-JAX. Needs `os.waitid`: Linux, or macOS with Python 3.13.
+`run_processes` starts a script several times; the script calls `initialize_from_environment` before any other use of
+JAX. Requires `os.waitid`: Linux, or macOS with Python 3.13.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import jax
 
 from ringjax._src.validation import check_int
 
-GRACE_SECONDS = 10.0  # what is left to the others once a process has failed
+GRACE_SECONDS = 10.0  # for the other processes after one has failed
 _TAIL_LINES = 20
 _COORDINATOR = "RINGJAX_COORDINATOR"
 _NUM_PROCESSES = "RINGJAX_NUM_PROCESSES"
@@ -30,12 +30,12 @@ _LOCAL_DEVICES = "RINGJAX_LOCAL_DEVICES"
 
 
 class ProcessResult(NamedTuple):
-    """How one process ended.
+    """The result of one process.
 
     Attributes:
-        rank: Its number, from 0.
-        returncode: 0, its error, or minus the signal that ended it.
-        output: What it wrote to stdout and stderr.
+        rank: Index of the process, from 0.
+        returncode: Its exit code, or minus the signal that killed it.
+        output: Its output on stdout and stderr.
     """
 
     rank: int
@@ -44,10 +44,10 @@ class ProcessResult(NamedTuple):
 
 
 class ProcessError(RuntimeError):
-    """At least one process failed, or was ended because another failed or time was up.
+    """Raised if a process failed, or was killed because another failed or the timeout expired.
 
     Attributes:
-        results: How each process ended, by rank.
+        results: The result of each process, by rank.
     """
 
     def __init__(self, reason: str, results: Sequence[ProcessResult]) -> None:
@@ -68,23 +68,23 @@ def run_processes(
     timeout: float = 120.0,
     env: Mapping[str, str] | None = None,
 ) -> list[ProcessResult]:
-    """Runs a command several times at once, as the processes of one JAX program on CPU devices.
+    """Runs a command in several processes that form one JAX program on CPU devices.
 
-    Each process leads a session of its own; on return, or on any exception, its whole process group has been ended.
+    Each process starts a new session; its whole process group is killed on return or on any exception.
 
     Args:
-        command: Program and arguments, the same for every process. It calls `initialize_from_environment` first.
-        num_processes: How many to start.
-        devices_per_process: CPU devices of each process.
-        timeout: Seconds after which all are killed.
-        env: Environment variables beside those of this process.
+        command: Program and arguments, the same for every process. It must call `initialize_from_environment` first.
+        num_processes: Number of processes.
+        devices_per_process: Number of CPU devices per process.
+        timeout: Seconds after which all processes are killed.
+        env: Additional environment variables.
 
     Returns:
-        How each process ended, by rank.
+        The result of each process, by rank.
 
     Raises:
-        ValueError: If an argument breaks one of these rules.
-        ProcessError: If a process did not return 0. When one fails, the others have `GRACE_SECONDS` to end.
+        ValueError: If a number is not a positive integer, `timeout` is not positive, or `command` is empty or a string.
+        ProcessError: If a process did not return 0. After the first failure, the others have `GRACE_SECONDS` to exit.
 
     Example:
         >>> import sys
@@ -95,13 +95,13 @@ def run_processes(
     num_processes = check_int("num_processes", num_processes)
     devices_per_process = check_int("devices_per_process", devices_per_process)
     if not timeout > 0:
-        raise ValueError(f"`timeout` must be more than 0, got {timeout!r}.")
+        raise ValueError(f"`timeout` must be positive, got {timeout!r}.")
     if isinstance(command, str) or not command:
         raise ValueError(f"`command` must be a list of a program and its arguments, got {command!r}.")
     shared = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(pathlib.Path(__file__).parent), os.environ.get("PYTHONPATH")])),
-        "PYTHONUNBUFFERED": "1",  # a killed process still shows what it printed
+        "PYTHONUNBUFFERED": "1",  # keeps the output of killed processes
         "JAX_PLATFORMS": "cpu",
         **(env or {}),
         _COORDINATOR: f"127.0.0.1:{_free_port()}",
@@ -134,7 +134,7 @@ def run_processes(
 
 
 def initialize_from_environment() -> None:
-    """Joins the processes that `run_processes` started: call it before anything else of JAX.
+    """Connects the processes started by `run_processes`; call it before any other use of JAX.
 
     Raises:
         ValueError: If this process was not started by `run_processes`.
@@ -142,12 +142,12 @@ def initialize_from_environment() -> None:
     Example:
         >>> initialize_from_environment()
         Traceback (most recent call last):
-        ValueError: `RINGJAX_COORDINATOR` must be in the environment, as `run_processes` sets it, got nothing.
+        ValueError: `RINGJAX_COORDINATOR` must be set in the environment by `run_processes`, got nothing.
     """
     names = (_COORDINATOR, _NUM_PROCESSES, _PROCESS_ID, _LOCAL_DEVICES)
     for name in names:
         if name not in os.environ:
-            raise ValueError(f"`{name}` must be in the environment, as `run_processes` sets it, got nothing.")
+            raise ValueError(f"`{name}` must be set in the environment by `run_processes`, got nothing.")
     coordinator, num_processes, process_id, local_devices = (os.environ[name] for name in names)
     jax.config.update("jax_num_cpu_devices", int(local_devices))
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
@@ -164,8 +164,8 @@ def initialize_from_environment() -> None:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> str:
-    """Waits until all have ended or time is up; returns what went wrong, if something did."""
-    reason = f"Not all processes ended within {timeout} seconds."
+    """Waits until all processes have exited or the timeout expires; returns the reason of a failure."""
+    reason = f"Not all processes exited within {timeout} seconds."
     deadline = time.monotonic() + timeout
     failed = False
     running = dict(enumerate(processes))
@@ -186,7 +186,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], timeout: float) -> str:
 def _end(processes: Iterable[subprocess.Popen[bytes]]) -> None:
     """Kills the process groups and reaps their leaders.
 
-    A leader keeps its process id until it is reaped, so the group is its own even if it has ended.
+    A process id is not reused until the process is reaped, so it is safe to kill groups whose leader has exited.
     """
     processes = list(processes)
     for process in processes:
@@ -208,4 +208,4 @@ def _read(log: IO[bytes]) -> str:
 
 def _describe(result: ProcessResult) -> str:
     lines = result.output.splitlines()[-_TAIL_LINES:]
-    return "\n".join([f"Rank {result.rank} ended with return code {result.returncode}:", *(f"    {x}" for x in lines)])
+    return "\n".join([f"Rank {result.rank} exited with code {result.returncode}:", *(f"    {x}" for x in lines)])

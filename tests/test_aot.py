@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation without a compiler: targets, device orders, and schedules parsed from text."""
+"""Ahead-of-time compilation without a compiler: targets, device order, and parsing of schedules and `ptxas` output."""
 
 import re
 
@@ -19,11 +19,11 @@ TPU_LOOP = """HloModule jit_ring, is_scheduled=true, num_partitions=8
 %body (carry: (s32[], bf16[2,8,512,128], f32[8,512,128])) -> (s32[], bf16[2,8,512,128], f32[8,512,128]) {
   %carry = (s32[]{:T(128)}, bf16[2,8,512,128]{3,2,1,0:T(8,128)(2,1)}, f32[8,512,128]{2,1,0:T(8,128)S(1)}) parameter(0)
   %hop = s32[]{:T(128)} get-tuple-element(%carry), index=0
-  %cargo = bf16[2,8,512,128]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%carry), index=1
-  %copy.1 = bf16[2,8,512,128]{3,2,1,0:T(8,128)(2,1)} copy(%cargo)
+  %payload = bf16[2,8,512,128]{3,2,1,0:T(8,128)(2,1)} get-tuple-element(%carry), index=1
+  %copy.1 = bf16[2,8,512,128]{3,2,1,0:T(8,128)(2,1)} copy(%payload)
   %permute-start = (bf16[2,8,512,128]{3,2,1,0}, bf16[2,8,512,128]{3,2,1,0}, u32[]{:S(2)}, /*index=3*/u32[]{:S(2)}) \
 collective-permute-start(%copy.1), channel_id=1, source_target_pairs={{0,1},{1,0}}
-  %meet_forward.3 = f32[8,512,128]{2,1,0:T(8,128)} custom-call(%cargo), custom_call_target="tpu_custom_call", \
+  %meet_forward.3 = f32[8,512,128]{2,1,0:T(8,128)} custom-call(%payload), custom_call_target="tpu_custom_call", \
 backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"4096"}},"used_scoped_memory_configs":\
 [{"memory_space":"1","offset":"0","size":"3915776"},{"memory_space":"2","offset":"0","size":"64"}]}
   %permute-done = bf16[2,8,512,128]{3,2,1,0} collective-permute-done(%permute-start)
@@ -49,14 +49,14 @@ body=%body, backend_config={"known_trip_count":{"n":"7"}}
 """
 
 
-def late(text):
-    """The same loop, with the kernel before the message instead of beside it."""
+def kernel_before_message(text):
+    """Returns the loop with the kernel before the message instead of between start and done."""
     kernel = next(line for line in text.splitlines() if "meet_forward.3 =" in line)
     moved = text.replace(kernel + "\n", "")
     return re.sub(r"(?m)^  %permute-start =", kernel + r"\n\g<0>", moved)
 
 
-def test_kernel_between_start_and_done_of_a_hop_loop():
+def test_kernel_between_start_and_done_hides_the_message():
     read = schedule(TPU_LOOP)
     hop, first = read.permutes
     assert (hop.name, hop.computation, hop.in_hop_loop) == ("permute-start", "body", True)
@@ -74,8 +74,8 @@ def test_kernel_between_start_and_done_of_a_hop_loop():
     assert read.vmem_bytes == 3915776
 
 
-def test_kernel_before_the_message_hides_nothing():
-    read = schedule(late(TPU_LOOP))
+def test_kernel_before_the_message_does_not_hide_it():
+    read = schedule(kernel_before_message(TPU_LOOP))
     (hop,) = read.in_hop_loops
     assert (hop.is_async, hop.between, hop.names) == (True, "nothing", ())
     assert read.hidden(("kernel", "dots")) == ()
@@ -87,16 +87,16 @@ KERNEL = 'custom-call(%x), custom_call_target="tpu_custom_call"'
 @pytest.mark.parametrize(
     ("call", "called", "work"),
     [
-        ("while(%cargo), condition=%condition, body=%inner", KERNEL, "kernel"),
-        ("conditional(%hop, %cargo, %cargo), branch_computations={%fused_add, %inner}", "dot(%x, %x)", "dots"),
-        ("conditional(%hop, %cargo), true_computation=%inner, false_computation=%fused_add", "dot(%x, %x)", "dots"),
-        ("fusion(%cargo), kind=kOutput, calls=%inner", "convolution(%x, %x), dim_labels=bf_io->bf", "dots"),
-        ("fusion(%cargo), kind=kLoop, calls=%inner", "negate(%x)", "nothing"),
-        ('custom-call(%cargo), custom_call_target="__cublas$gemm"', "negate(%x)", "dots"),
-        ('custom-call(%cargo), custom_call_target="AllocateBuffer"', "negate(%x)", "nothing"),
+        ("while(%payload), condition=%condition, body=%inner", KERNEL, "kernel"),
+        ("conditional(%hop, %payload, %payload), branch_computations={%fused_add, %inner}", "dot(%x, %x)", "dots"),
+        ("conditional(%hop, %payload), true_computation=%inner, false_computation=%fused_add", "dot(%x, %x)", "dots"),
+        ("fusion(%payload), kind=kOutput, calls=%inner", "convolution(%x, %x), dim_labels=bf_io->bf", "dots"),
+        ("fusion(%payload), kind=kLoop, calls=%inner", "negate(%x)", "nothing"),
+        ('custom-call(%payload), custom_call_target="__cublas$gemm"', "negate(%x)", "dots"),
+        ('custom-call(%payload), custom_call_target="AllocateBuffer"', "negate(%x)", "nothing"),
     ],
 )
-def test_work_is_found_in_what_is_called(call, called, work):
+def test_work_is_found_in_called_computations(call, called, work):
     inner = f"%inner (x: f32[8]) -> f32[8] {{\n  %x = f32[8] parameter(0)\n  ROOT %y = f32[8] {called}\n}}\n\n"
     line = next(line for line in TPU_LOOP.splitlines() if "meet_forward.3 =" in line)
     text = TPU_LOOP.replace(line, f"  %meet_forward.3 = f32[8] {call}").replace("%fused_add (", inner + "%fused_add (")
@@ -104,7 +104,7 @@ def test_work_is_found_in_what_is_called(call, called, work):
     assert hop.between == work
 
 
-def test_message_that_is_no_pair_is_synchronous():
+def test_single_instruction_message_is_synchronous():
     text = re.sub(r"(?m)^  %permute-start =.*\n", "", TPU_LOOP)
     text = text.replace("collective-permute-done(%permute-start)", "collective-permute(%copy.1)")
     (hop,) = schedule(text).in_hop_loops
@@ -132,19 +132,19 @@ ENTRY %main (q: (s32[], bf16[4,8], f32[2,8])) -> (s32[], bf16[4,8], f32[2,8]) {
 """
 
 
-def test_messages_that_cuda_sends_together():
+def test_message_with_several_operands_is_one_message():
     (hop,) = schedule(CUDA_LOOP).permutes
     assert (hop.is_async, hop.in_hop_loop, hop.between, hop.bytes) == (True, True, "kernel", 64 + 64)
     assert [kernel.name for kernel in schedule(CUDA_LOOP).kernels] == ["meet_forward"]
     assert schedule(CUDA_LOOP).vmem_bytes is None
 
 
-def test_pair_that_cuda_calls_synchronous():
+def test_pair_marked_as_synchronous_is_synchronous():
     (hop,) = schedule(CUDA_LOOP.replace('"is_sync":false', '"is_sync":true')).permutes
     assert (hop.is_async, hop.between) == (False, "nothing")
 
 
-def test_message_wrapped_in_an_async_pair():
+def test_message_wrapped_in_an_async_pair_is_asynchronous():
     wrapped = "%wrapped (x: bf16[4,8]) -> bf16[4,8] {\n  %x = bf16[4,8] parameter(0)\n"
     wrapped += "  ROOT %inside = bf16[4,8] collective-permute(%x)\n}\n\n"
     text = CUDA_LOOP.replace("collective-permute-start(%a, %b)", "async-start(%a), calls=%wrapped")
@@ -153,14 +153,14 @@ def test_message_wrapped_in_an_async_pair():
     assert (hop.name, hop.is_async, hop.in_hop_loop, hop.between) == ("send", True, True, "kernel")
 
 
-def test_loop_that_sends_what_it_made_is_no_hop_loop():
+def test_loop_that_sends_computed_values_is_not_a_hop_loop():
     text = CUDA_LOOP.replace("get-tuple-element(%p), index=1", "negate(%p)").replace("(%a, %b)", "(%a)")
     (permute,) = schedule(text).permutes
     assert (permute.in_hop_loop, permute.between) == (False, "kernel")
 
 
 @pytest.mark.parametrize(("result", "is_hop_loop"), [("%x0, %x1", True), ("%x0, %y", False), ("%x1, %x0", False)])
-def test_cargo_is_followed_through_barriers_and_loops_that_leave_it(result, is_hop_loop):
+def test_payload_is_traced_through_barriers_and_loops_that_leave_it_unchanged(result, is_hop_loop):
     inner = f"""%inner (x: (s32[], bf16[4,8])) -> (s32[], bf16[4,8]) {{
   %x = (s32[], bf16[4,8]) parameter(0)
   %x0 = s32[] get-tuple-element(%x), index=0
@@ -173,18 +173,18 @@ def test_cargo_is_followed_through_barriers_and_loops_that_leave_it(result, is_h
     through = """  %given = (s32[], bf16[4,8]) tuple(%b, %a)
   %worked = (s32[], bf16[4,8]) while(%given), condition=%c, body=%inner
   %waited = (s32[], bf16[4,8]) opt-barrier(%worked)
-  %cargo = bf16[4,8] get-tuple-element(%waited), index=1
+  %payload = bf16[4,8] get-tuple-element(%waited), index=1
   %send ="""
     text = (
         CUDA_LOOP.replace("  %send =", through)
-        .replace("(%a, %b)", "(%cargo)")
+        .replace("(%a, %b)", "(%payload)")
         .replace("%body.1 (", inner + "%body.1 (")
     )
     (permute,) = schedule(text).permutes
     assert permute.in_hop_loop == is_hop_loop
 
 
-def test_order_of_an_unscheduled_program_means_nothing():
+def test_unscheduled_program_raises():
     with pytest.raises(ValueError, match="scheduled"):
         schedule(TPU_LOOP.replace("is_scheduled=true, ", ""))
 
@@ -217,7 +217,7 @@ shared_memory: 32768 bytes
 """
 
 
-def test_registers_and_spills_of_each_kernel():
+def test_registers_and_spills_are_parsed_per_kernel():
     first, second = parse_ptxas(PTXAS)
     assert first == KernelResources("meet_forward", 255, 24 + 20, None, 512)
     assert second == KernelResources("loop_add_fusion", 8, 0, None, 0)
@@ -225,11 +225,11 @@ def test_registers_and_spills_of_each_kernel():
     assert (copies[0].name, copies[0].plain_name) == ("meet_forward_12", "meet_forward")
 
 
-def test_threads_and_shared_memory_of_each_launch():
+def test_threads_and_shared_memory_are_parsed_per_launch():
     assert parse_launches(LAUNCHES) == {"meet_forward": (256, 32768), "loop_add_fusion": (1, 0)}
 
 
-def test_kernels_of_a_folder(tmp_path, monkeypatch):
+def test_kernels_of_a_dump_directory_are_measured(tmp_path, monkeypatch):
     (tmp_path / "m.thunk_sequence.txt").write_text(LAUNCHES)
     (tmp_path / "m.1.ptx").write_text(".visible .entry meet_forward(\n)")
     (tmp_path / "m.2.ptx").write_text(".visible .entry loop_add_fusion(\n)")
@@ -253,23 +253,23 @@ def test_kernels_of_a_folder(tmp_path, monkeypatch):
     "grid", [(2, 4), (4, 2), (4, 4), (2, 2, 2), (3, 4), (4, 3), (2, 3, 3), (3, 3, 2), (1, 8, 2), (2,)]
 )
 def test_neighbor_cycle_visits_every_device_in_single_steps(grid):
-    places = neighbor_cycle(grid)
-    assert len(places) == len(set(places)) > 0
-    assert {len(place) for place in places} == {len(grid)}
-    assert [max(axis) + 1 for axis in zip(*places, strict=True)] == list(grid)
+    points = neighbor_cycle(grid)
+    assert len(points) == len(set(points)) > 0
+    assert {len(point) for point in points} == {len(grid)}
+    assert [max(axis) + 1 for axis in zip(*points, strict=True)] == list(grid)
     steps = [
         sum(abs(a - b) for a, b in zip(here, there, strict=True))
-        for here, there in zip(places, places[1:] + places[:1], strict=True)
+        for here, there in zip(points, points[1:] + points[:1], strict=True)
     ]
     assert set(steps) == {1}
 
 
-def test_odd_grid_has_no_cycle():
+def test_odd_grid_raises():
     with pytest.raises(ValueError, match=r"`grid`.*\(3, 3\)"):
         neighbor_cycle((3, 3))
 
 
-def test_tpu_targets():
+def test_tpu_targets_are_parsed():
     target = target_named("v5p:2x2x2")
     assert (target.grid, target.devices, target.platform) == ((2, 2, 2), 8, "tpu")
     assert TpuTarget("v5e:4x4").memory_bytes == 16 * 2**30
@@ -282,22 +282,22 @@ FIELD = re.compile(r"(\w+): (\"[^\"]*\"|[\w.]+)")
 
 
 @pytest.mark.parametrize("name", CUDA_TARGETS)
-def test_cuda_description_says_what_the_facts_say(name):
+def test_cuda_description_matches_the_specifications(name):
     target = target_named(name)
     facts, text = target.facts, target.description()
-    said = dict(FIELD.findall(text))
-    assert said["core_count"] == str(facts.multiprocessors)
-    assert int(said["shared_memory_per_block_optin"]) == int(said["shared_memory_per_core"]) - 1024
-    assert int(said["device_memory_size"]) == facts.memory_bytes == target.memory_bytes
-    assert (int(said["major"]), int(said["minor"])) == facts.capability
-    assert said["device_description_str"] == said["name"] == f'"{facts.product}"'
+    fields = dict(FIELD.findall(text))
+    assert fields["core_count"] == str(facts.multiprocessors)
+    assert int(fields["shared_memory_per_block_optin"]) == int(fields["shared_memory_per_core"]) - 1024
+    assert int(fields["device_memory_size"]) == facts.memory_bytes == target.memory_bytes
+    assert (int(fields["major"]), int(fields["minor"])) == facts.capability
+    assert fields["device_description_str"] == fields["name"] == f'"{facts.product}"'
     assert text.count("{") == text.count("}") == 3
     assert (
         len(FIELD.findall(text.partition("platform_name")[0])) == len(set(FIELD.findall(text))) - 2
-    )  # none is said twice
+    )  # no field occurs twice
 
 
-def test_cuda_architectures():
+def test_cuda_targets_have_the_ptxas_architecture():
     assert {name: target.architecture for name, target in CUDA_TARGETS.items()} == {
         "A100": "sm_80", "H100": "sm_90a", "B200": "sm_100a",
     }  # fmt: skip

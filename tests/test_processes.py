@@ -102,7 +102,7 @@ def test_a_killed_process_ends_the_others(victim, monkeypatch):
     assert error.results[victim].returncode == -9
     assert all(result.returncode != 0 for result in error.results)
     assert str(error).startswith(f"Rank {victim} failed first.\n")
-    assert f"Rank {victim} ended with return code -9:" in str(error)
+    assert f"Rank {victim} exited with code -9:" in str(error)
     assert_none_left(error.results, 3)
 
 
@@ -116,7 +116,7 @@ def test_the_first_failure_is_named():
     assert elapsed < 5
     assert [result.returncode for result in error.results] == [0, 1]
     assert str(error).splitlines()[0] == "Rank 1 failed first."
-    assert str(error).splitlines()[1] == "Rank 1 ended with return code 1:"
+    assert str(error).splitlines()[1] == "Rank 1 exited with code 1:"
     assert str(error).splitlines()[-1] == "    out of luck"
     assert "Rank 0" not in str(error)
 
@@ -133,7 +133,7 @@ def test_timeout_ends_grandchildren_too():
     error, elapsed = failure(python(SLEEP, "child.wait()"), 2, timeout=2)
     assert 2 <= elapsed < 5
     assert [result.returncode for result in error.results] == [-9, -9]
-    assert str(error).startswith("Not all processes ended within 2 seconds.\n")
+    assert str(error).startswith("Not all processes exited within 2 seconds.\n")
     assert_none_left(error.results, 4)
 
 
@@ -182,7 +182,7 @@ def test_a_missing_variable_is_named(missing, monkeypatch):
     [
         ((["true"], 0), {}, "`num_processes` must be at least 1, got 0."),
         ((["true"], 1), {"devices_per_process": 1.5}, "`devices_per_process` must be an integer, got 1.5."),
-        ((["true"], 1), {"timeout": 0}, "`timeout` must be more than 0, got 0."),
+        ((["true"], 1), {"timeout": 0}, "`timeout` must be positive, got 0."),
         (("true", 1), {}, "`command` must be a list of a program and its arguments, got 'true'."),
         (([], 1), {}, "`command` must be a list of a program and its arguments, got []."),
     ],

@@ -118,7 +118,7 @@ def _draw_mask(figure: Any, job: Job) -> None:  # noqa: ANN401 - matplotlib is o
         panel.set_title(f"head {head}", fontsize=11)
         panel.set_xlabel("key position")
     panels[0].set_ylabel("query position")
-    keys = [Patch(color=shades[i], label=f"segments of {w}, every {_nth(r)} row") for i, (w, r) in _pairs(names)]
+    keys = [Patch(color=shades[i], label=f"segments of {w}, {_every(r)}") for i, (w, r) in _pairs(names)]
     figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), heads + 1), frameon=False, fontsize=10)
     causal = "causal " if job.is_causal else ""
     figure.suptitle(
@@ -131,11 +131,11 @@ def _pairs(names: list[str]) -> list[tuple[int, tuple[int, int]]]:
     return [(i, (int(w), int(r))) for i, (w, r) in enumerate(split)]
 
 
-def _nth(rate: int) -> str:
+def _every(rate: int) -> str:
     if rate == 1:
-        return "single"
+        return "every row"
     teens = 10 <= rate % 100 <= 20
-    return f"{rate}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(rate % 10, 'th')}"
+    return f"every {rate}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(rate % 10, 'th')} row"
 
 
 def _draw_coverage(figure: Any, job: Job) -> None:  # noqa: ANN401

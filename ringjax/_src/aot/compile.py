@@ -31,6 +31,7 @@ ENVIRONMENT = {
     "TPU_ACCELERATOR_TYPE": "v5litepod-8",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+"""Environment variables that the compilers need, to be set before JAX is initialized."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""What a scheduled program does while rows travel, read from its text (`compiled.as_text()`).
+"""Analyzes how a scheduled program (`compiled.as_text()`) overlaps communication with computation.
 
-A compiled program is a list of computations, and each of them lists its instructions in the order in which they run. A
-message that travels while the device works is a pair: it starts, other instructions follow, and it is waited for. What
-stands between the two hides it; two that stand together, or a message that is no pair, hide nothing.
+A compiled program is a list of computations, each of which lists its instructions in execution order. An asynchronous
+message is a pair of instructions, start and done. The instructions between them hide the message; an adjacent pair, or
+a synchronous message, is not hidden.
 
-    %body {                                            a hop loop: what arrived in the last round is sent on
-      %cargo = get-tuple-element(%carry)
-      %start = collective-permute-start(%cargo)        ┐
-      %part = custom-call(%query, %cargo)              │ a kernel between
+    %body {                                            a hop loop: it forwards what the last iteration received
+      %payload = get-tuple-element(%carry)
+      %start = collective-permute-start(%payload)      ┐
+      %part = custom-call(%query, %payload)            │ a kernel in between
       %arrived = collective-permute-done(%start)       ┘
       ROOT %next = tuple(%arrived, %part)
     }
@@ -41,7 +41,7 @@ _MOVES = ("copy", "bitcast", "copy-start", "copy-done")
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation."""
+    """One instruction of a computation."""
 
     name: str
     opcode: str
@@ -50,7 +50,7 @@ class Instruction:
     target: str  # of a custom call
     shape: str
     rest: str  # attributes
-    is_root: bool  # whether it is the result
+    is_root: bool  # whether it is the result of the computation
     literal: str = ""  # of a constant
 
 
@@ -59,16 +59,16 @@ Program = dict[str, list[Instruction]]
 
 @dataclasses.dataclass(frozen=True)
 class Permute:
-    """A message to a neighbor.
+    """A collective permute.
 
     Attributes:
-        name: Of the instruction that sends it.
-        computation: In which it stands.
-        is_async: Whether the device may work while it travels.
-        in_hop_loop: Whether it stands in a loop that sends on what it received.
-        between: The most that is computed while it travels: a kernel, matrix multiplies, or nothing.
-        names: Kernels, loops and fusions that run while it travels.
-        bytes: Its length.
+        name: Name of the instruction.
+        computation: Name of the computation that contains it.
+        is_async: Whether it is asynchronous.
+        in_hop_loop: Whether it is in a loop that forwards what it receives.
+        between: The heaviest computation between start and done: a kernel, matrix multiplications, or nothing.
+        names: Names of the kernels, loops and fusions between start and done.
+        bytes: Size of the message.
     """
 
     name: str
@@ -85,10 +85,10 @@ class Kernel:
     """A call of a kernel.
 
     Attributes:
-        name: Of the kernel.
-        computation: In which it is called.
-        vmem_bytes: Vector memory that the TPU compiler gave it, or None where it says nothing.
-        flops: What the kernel says of its cost, by which the TPU compiler plans; None where it says nothing.
+        name: Name of the kernel.
+        computation: Name of the computation that calls it.
+        vmem_bytes: Vector memory allocated by the TPU compiler, or None if unknown.
+        flops: Cost estimate of the kernel, which the TPU scheduler uses; None if unknown.
     """
 
     name: str
@@ -99,43 +99,43 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """What travels and what is computed."""
+    """The messages and kernels of a scheduled program."""
 
     permutes: tuple[Permute, ...]
     kernels: tuple[Kernel, ...]
-    copied_bytes: int  # of what goes round, copied before it is sent on, in one round of each hop loop
+    copied_bytes: int  # of the payload, copied before it is sent, in one iteration of each hop loop
 
     @property
     def in_hop_loops(self) -> tuple[Permute, ...]:
-        """The messages that are sent again and again."""
+        """The messages in hop loops."""
         return tuple(permute for permute in self.permutes if permute.in_hop_loop)
 
     @property
     def num_async(self) -> int:
-        """Messages that may travel while the device works."""
+        """Number of asynchronous messages."""
         return sum(permute.is_async for permute in self.permutes)
 
     def hidden(self, by: tuple[Work, ...] = ("kernel",)) -> tuple[Permute, ...]:
-        """Messages of hop loops that travel while such work is done."""
+        """Returns the asynchronous messages of hop loops that overlap with such work."""
         return tuple(permute for permute in self.in_hop_loops if permute.is_async and permute.between in by)
 
     @property
     def vmem_bytes(self) -> int | None:
-        """The most that a kernel has of vector memory, or None where no kernel says."""
+        """The largest vector memory of a kernel, or None if unknown."""
         return max((kernel.vmem_bytes for kernel in self.kernels if kernel.vmem_bytes is not None), default=None)
 
 
 def schedule(text: str) -> Schedule:
-    """Reads a scheduled program.
+    """Analyzes a scheduled program.
 
     Args:
-        text: What `compiled.as_text()` gives.
+        text: The output of `compiled.as_text()`.
 
     Raises:
-        ValueError: If the text is no scheduled program, so that its order means nothing.
+        ValueError: If the program is not scheduled, so that the order of instructions has no meaning.
     """
     if "is_scheduled=true" not in text.partition("\n")[0]:
-        raise ValueError("`text` must be a scheduled program: its first line says is_scheduled=true.")
+        raise ValueError("`text` must be a scheduled program, with is_scheduled=true in its first line.")
     program = parse(text)
     called_async = {
         name for lines in program.values() for x in lines if x.opcode == "async-start" for name in x.callees
@@ -158,7 +158,7 @@ def schedule(text: str) -> Schedule:
 
 
 def parse(text: str) -> Program:
-    """The computations of a program and their instructions, in order."""
+    """Parses the computations of a program and their instructions, in order."""
     program: Program = {}
     lines: list[Instruction] | None = None
     for line in text.splitlines():
@@ -175,12 +175,16 @@ def parse(text: str) -> Program:
 
 
 def entry_of(text: str) -> str:
-    """The name of the computation with which a program begins."""
+    """Returns the name of the entry computation of a program.
+
+    Raises:
+        ValueError: If the text has no entry computation.
+    """
     for line in text.splitlines():
         opening = _OPENING.match(line)
         if opening and opening[1]:
             return opening[2]
-    raise ValueError("`text` must be a program: it has no line that begins with ENTRY.")
+    raise ValueError("`text` must be a program with an ENTRY computation.")
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -211,7 +215,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _end_of_shape(line: str, start: int) -> int:
-    """Where the type ends: a tuple in brackets, or one word."""
+    """Returns the end of a type: a tuple in parentheses, or one word."""
     if line[start] == "(":
         return _closing(line, start) + 1
     space = line.find(" ", start)
@@ -219,7 +223,7 @@ def _end_of_shape(line: str, start: int) -> int:
 
 
 def _closing(line: str, start: int) -> int:
-    """Where the bracket that opens at `start` closes."""
+    """Returns the position of the parenthesis that closes the one at `start`."""
     depth = 0
     for at in range(start, len(line)):
         depth += {"(": 1, ")": -1}.get(line[at], 0)
@@ -248,7 +252,7 @@ def _permute(at: int, computation: str, program: Program, in_hop_loop: bool) -> 
 
 
 def _work(x: Instruction, program: Program) -> Work:
-    """The most that an instruction computes, in what it calls too."""
+    """Returns the heaviest work of an instruction, including the computations that it calls."""
     if x.opcode == "custom-call":
         return "kernel" if x.target in KERNELS else "dots" if x.target.startswith("__cublas") else "nothing"
     if x.opcode in _DOTS:
@@ -258,7 +262,7 @@ def _work(x: Instruction, program: Program) -> Work:
 
 
 def _copies(name: str, lines: list[Instruction], program: Program) -> int | None:
-    """The bytes that are copied of what a loop carries before it is sent; None if something else is sent."""
+    """Returns the bytes of a loop carry that are copied before it is sent; None if the operand is not a loop carry."""
     by_name = {line.name: line for line in lines}
     copied = 0
     while name in by_name:
@@ -276,15 +280,15 @@ def _copies(name: str, lines: list[Instruction], program: Program) -> int | None
 
 
 def _element(x: Instruction, by_name: dict[str, Instruction], program: Program) -> str:
-    """The name of what an element of a tuple was before, seen through barriers and loops that leave it as it is."""
+    """Traces a tuple element back through barriers and loops that do not change it, and returns its name."""
     index, whole = _index(x), by_name[x.operands[0]]
-    while whole.opcode == "opt-barrier" or (whole.opcode == "while" and _leaves(whole, index, program)):
+    while whole.opcode == "opt-barrier" or (whole.opcode == "while" and _is_unchanged(whole, index, program)):
         whole = by_name[whole.operands[0]]
     return whole.operands[index] if whole.opcode == "tuple" else whole.name
 
 
-def _leaves(loop: Instruction, index: int, program: Program) -> bool:
-    """Whether a loop gives an element of what it carries back unchanged."""
+def _is_unchanged(loop: Instruction, index: int, program: Program) -> bool:
+    """Returns whether a loop leaves an element of its carry unchanged."""
     (body,) = (program.get(name, []) for name in _BODY.findall(loop.rest))
     by_name = {line.name: line for line in body}
     for root in (line for line in body if line.is_root and line.opcode == "tuple"):
@@ -300,13 +304,13 @@ def _index(x: Instruction) -> int:
 
 
 def _kernel_name(x: Instruction) -> str:
-    """The name that the kernel was given: on GPUs it stands in the configuration, on TPUs it is the instruction's."""
+    """Returns the name of a kernel: from its configuration on GPUs, from the instruction on TPUs."""
     named = _KERNEL_NAME.search(x.rest)
     return named[1] if named else re.sub(r"\.\d+.*", "", x.name)
 
 
 def _bytes(shape: str) -> int:
-    """Bytes of the first array in a type."""
+    """Returns the bytes of the first array in a type."""
     first = _SHAPE.search(shape)
     if not first:
         return 0
@@ -318,7 +322,7 @@ def _bytes(shape: str) -> int:
 
 
 def _vmem(rest: str) -> int | None:
-    """Bytes of vector memory (space 1) that a kernel uses, from the configuration that the compiler attached."""
+    """Returns the bytes of vector memory (space 1) that a kernel uses, from the configuration of the compiler."""
     found = _VMEM.search(rest)
     if not found:
         return None

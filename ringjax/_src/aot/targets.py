@@ -1,6 +1,6 @@
-"""Accelerators as values: what a compiler must be told of them, and the limits that a program must keep.
+"""Compilation targets: descriptions of accelerators for their compilers, and their memory limits.
 
-Nothing here touches a device or needs a compiler's package. The figures are the public ones of the makers.
+This module needs neither a device nor a compiler. The figures come from public specifications of the vendors.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SIZE = re.compile("[1-9][0-9]{0,5}")  # along one axis of a grid
 
 @dataclasses.dataclass(frozen=True)
 class TpuChip:
-    """A generation of TPUs: memory in HBM and in the vector memory (VMEM) of one core."""
+    """A generation of TPUs, with the sizes of HBM and of the vector memory (VMEM) of one core."""
 
     hbm_bytes: int
     vmem_bytes: int
@@ -32,14 +32,14 @@ TPU_CHIPS = {
 
 @dataclasses.dataclass(frozen=True)
 class TpuTarget:
-    """Some TPU chips, wired as a grid.
+    """A grid of TPU chips.
 
     Args:
         topology: Generation and grid, such as ``"v5e:2x4"`` or ``"v5p:2x2x2"``.
-        options: XLA options that differ from the compiler's own.
+        options: XLA options that differ from the defaults.
 
     Raises:
-        ValueError: If the generation is not known, or the grid is not numbers with ``x`` between them.
+        ValueError: If the generation is unknown, or the grid is not a list of sizes separated by ``x``.
 
     Example:
         >>> TpuTarget("v5p:2x2x2").devices
@@ -59,17 +59,17 @@ class TpuTarget:
 
     @property
     def name(self) -> str:
-        """Generation and grid."""
+        """Generation and grid, same as `topology`."""
         return self.topology
 
     @property
     def chip(self) -> TpuChip:
-        """What one chip has."""
+        """Memory sizes of one chip."""
         return TPU_CHIPS[self.topology.partition(":")[0]]
 
     @property
     def grid(self) -> tuple[int, ...]:
-        """Chips along each axis."""
+        """Number of chips along each axis."""
         return tuple(int(size) for size in self.topology.partition(":")[2].split("x"))
 
     @property
@@ -79,31 +79,31 @@ class TpuTarget:
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one device."""
+        """Memory of one device in bytes."""
         return self.chip.hbm_bytes
 
     @property
     def kernel_memory_bytes(self) -> int:
-        """What a kernel may use near the compute units: VMEM."""
+        """On-chip memory available to a kernel: VMEM."""
         return self.chip.vmem_bytes
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuFacts:
-    """What the maker says of a GPU.
+    """Specifications of a GPU.
 
     Attributes:
-        product: Name as the driver gives it.
+        product: Product name as reported by the driver.
         capability: Compute capability, major and minor.
-        has_accelerated_features: Whether code is made for this architecture only (``sm_90a`` instead of ``sm_90``).
-        multiprocessors: Streaming multiprocessors.
-        float_units: Single-precision units of one multiprocessor.
-        shared_kib: Shared memory of one multiprocessor, in KiB; one block may have 1 KiB less.
-        l2_bytes: Second-level cache.
-        clock_ghz: Highest clock.
-        bandwidth: Bytes per second from device memory.
-        memory_bytes: Device memory.
-        nvlinks: Links to other GPUs.
+        has_accelerated_features: Whether to compile for this architecture only (``sm_90a`` instead of ``sm_90``).
+        multiprocessors: Number of streaming multiprocessors.
+        float_units: Number of single-precision units per multiprocessor.
+        shared_kib: Shared memory per multiprocessor in KiB; a block may use 1 KiB less.
+        l2_bytes: Size of the L2 cache.
+        clock_ghz: Maximum clock frequency.
+        bandwidth: Bytes per second to and from device memory.
+        memory_bytes: Size of device memory.
+        nvlinks: Number of NVLink links.
     """
 
     product: str
@@ -132,21 +132,21 @@ _CUDA_LIMITS: dict[str, int] = {
     "block_dim_limit_z": 2**16 - 1,
     "registers_per_core_limit": 64 * KIB,
     "registers_per_block_limit": 64 * KIB,
-    "shared_memory_per_block": 48 * KIB,  # what a kernel gets without asking
+    "shared_memory_per_block": 48 * KIB,  # without opting in to more
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class CudaTarget:
-    """Some GPUs of one kind: in one machine, all linked with each other, or in several.
+    """GPUs of one kind, fully connected within a machine, in one or more machines.
 
     Attributes:
-        name: What it is called here.
-        facts: Of one GPU.
-        devices: Number of GPUs in all.
-        machines: Machines that share them equally.
-        options: XLA options that a ring needs and that the compiler does not set by itself on these GPUs. (To hide
-            messages behind work, it has a scheduler that it turns on only from Hopper on.)
+        name: Name of the GPU.
+        facts: Specifications of one GPU.
+        devices: Total number of GPUs.
+        machines: Number of machines, each with the same number of GPUs.
+        options: XLA options that a ring needs and that are not defaults on these GPUs. (The latency-hiding scheduler is
+            enabled by default only since Hopper.)
     """
 
     name: str
@@ -158,27 +158,27 @@ class CudaTarget:
 
     @property
     def topology(self) -> str:
-        """Partitions, machines, and GPUs of a machine."""
+        """Number of partitions, machines, and GPUs per machine."""
         return f"1x{self.machines}x{self.devices // self.machines}"
 
     @property
     def architecture(self) -> str:
-        """What `ptxas` calls it."""
+        """Architecture name for `ptxas`."""
         major, minor = self.facts.capability
         return f"sm_{major}{minor}{'a' if self.facts.has_accelerated_features else ''}"
 
     @property
     def memory_bytes(self) -> int:
-        """Memory of one device."""
+        """Memory of one device in bytes."""
         return self.facts.memory_bytes
 
     @property
     def kernel_memory_bytes(self) -> int:
-        """What a kernel may use near the compute units: shared memory of a block that asks for all."""
+        """On-chip memory available to a kernel: the maximum shared memory of a block."""
         return (self.facts.shared_kib - 1) * KIB
 
     def description(self) -> str:
-        """The device in the text form of the message that XLA's GPU compiler reads."""
+        """Returns the target config of XLA's GPU compiler, as a text-format protocol buffer."""
         facts = self.facts
         major, minor = facts.capability
         extension = "ACCELERATED_FEATURES" if facts.has_accelerated_features else "NONE"
@@ -258,7 +258,7 @@ CUDA_TARGETS = {
 
 @dataclasses.dataclass(frozen=True)
 class CpuTarget:
-    """Some CPU devices of this machine, which need no other compiler; they share its memory.
+    """Simulated CPU devices, which share the memory of this machine.
 
     Example:
         >>> CpuTarget(8).name
@@ -271,29 +271,34 @@ class CpuTarget:
 
     @property
     def name(self) -> str:
-        """The number of devices."""
+        """Platform and number of devices."""
         return f"cpu:{self.devices}"
 
     @property
     def memory_bytes(self) -> int:
-        """The share of one device in the memory of the machine."""
+        """Memory of this machine divided by the number of devices."""
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // self.devices
 
 
 Target = TpuTarget | CudaTarget | CpuTarget
+"""A compilation target: TPU chips, GPUs or CPU devices."""
 
 
 def target_named(name: str) -> Target:
-    """The target of a name: GPUs of `CUDA_TARGETS`, or a TPU topology.
+    """Returns the target with a name.
 
     Args:
-        name: Such as ``"H100"`` (eight of them in a machine), ``"cuda:h100:1x8x8"`` (eight such machines),
-            ``"v5e:2x4"``, which is also ``"tpu:v5e:2x4"``, or ``"cpu:8"``.
+        name: ``"cuda:h100:1x8x8"`` for eight machines of eight GPUs, ``"H100"`` for one such machine, ``"tpu:v5e:2x4"``
+            or ``"v5e:2x4"`` for a grid of TPU chips, or ``"cpu:8"`` for eight CPU devices.
+
+    Returns:
+        The target.
 
     Raises:
-        ValueError: If there is none of that name.
+        ValueError: If the platform, the accelerator or the topology in `name` is unknown.
 
     Example:
+        >>> from ringjax.aot import target_named
         >>> target_named("cuda:h100:1x8x8").devices, target_named("tpu:v5p:8x8x8").devices
         (64, 512)
     """
