@@ -41,7 +41,8 @@ QUICK = ("8K, one branch per head", "growing segments")
     "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in workloads.NAMED]
 )
 def test_benchmark_case_matches_the_oracle(name):
-    cases.assert_equals_oracle(tiny(workloads.NAMED[name], length=128))
+    for dtype in ("float64", "float32"):
+        cases.assert_equals_oracle(tiny(workloads.NAMED[name], length=128), dtype)
 
 
 @pytest.mark.parametrize("name", workloads.NAMED)

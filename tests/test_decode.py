@@ -354,7 +354,7 @@ def test_invalid_arguments_raise_and_name_the_argument():
         r"`dtype` must be floating point .*, got int32": lambda: cache_for(CASE, np.int32),
         r"`ring` must be a Ring, got str": lambda: cache_for(CASE, np.float32, ring="ring"),
         r"`cache` must be a DecodeCache, got int": lambda: rj.decode_step(1, q, q, q),
-        r"`key` must have the \(batch, heads, dim\) of `cache`.*\(1, 2, 8\) and": lambda: rj.decode_step(
+        r"`key` must have the shape \(batch, heads, dim\) of `cache`.*\(1, 2, 8\) and": lambda: rj.decode_step(
             cache, *[q[:1]] * 3
         ),
         r"`key` must have the dtype of `cache`, got float16 and float32": lambda: rj.decode_step(

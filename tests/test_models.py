@@ -371,7 +371,7 @@ def make(kind=LongNetDecoder, **changes):
     ("call", "text"),
     [
         (lambda: config_of(num_kv_heads=3), "`num_heads` must be a multiple of `num_kv_heads`, got 4 and 3"),
-        (lambda: config_of(features=18), "`features` must be a multiple of `num_heads` where .* got 18 and 4"),
+        (lambda: config_of(features=18), "`features` must be a multiple of `num_heads` unless .* got 18 and 4"),
         (lambda: config_of(positions="sine"), "`positions` must be None or one of .* got 'sine'"),
         (lambda: config_of(pattern=3), "`pattern` must be a DilationPattern, got int"),
         (lambda: config_of(remat=1), "`remat` must be a bool, got 1"),

@@ -132,7 +132,7 @@ def without(name):
             r"unknown \['decoder\.version'\], missing \['decoder\.layers\.1\.ffn\.fc2\.bias'\]",
         ),
         (lambda: convert({**state_dict(), "layer_norm.weight": np.ones(1)}), r"unknown \['layer_norm\.weight'\]"),
-        (lambda: convert(state_dict(), tie_embeddings=True, dtype=np.float32), "not be changed, got `tie_embeddings`"),
+        (lambda: convert(state_dict(), tie_embeddings=True, dtype=np.float32), "not be given, got `tie_embeddings`"),
         (lambda: convert({}), "one name that ends with 'layers.0.self_attn.q_proj.weight', got 0"),
         (lambda: convert(state_dict("")), '`kind` must be "decoder" or "encoder" .* prefix \'\', got None'),
         (lambda: from_torchscale(state_dict(), SEGMENTS, RATES, 4), "`num_heads` must be 24 features .* got 4"),

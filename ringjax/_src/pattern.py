@@ -201,10 +201,10 @@ class DilationPattern:
             length = w if seq_len is None else min(w, seq_len)
             if self.heads == "split":
                 first, count = i * share + min(i, extra), share + (i < extra)
-                result.append(Branch(length, r, first, count, (i % r,) * count))
+                result.append(Branch(length, _effective_rate(r, length), first, count, (i % r,) * count))
             else:
                 offsets = tuple(_offset(self.offsets, h, r, num_kv_heads) for h in range(num_kv_heads))
-                result.append(Branch(length, r, 0, num_kv_heads, offsets))
+                result.append(Branch(length, _effective_rate(r, length), 0, num_kv_heads, offsets))
         return tuple(result)
 
     def coverage(self, num_heads: int, seq_len: int | None = None) -> Coverage:
@@ -256,6 +256,18 @@ def _root(number: int, degree: int) -> int:
     while (root + 1) ** degree <= number:
         root += 1
     return root
+
+
+def _effective_rate(rate: int, segment_length: int) -> int:
+    """Returns the rate, or a smaller one that selects the same positions: any rate beyond the segment selects one.
+
+    Positions are computed in int32, which a huge rate would overflow.
+
+    Example:
+        >>> _effective_rate(45, 10), _effective_rate(2**40, 10)
+        (45, 1048576)
+    """
+    return min(rate, max(segment_length, 2**20))
 
 
 def _offset(rule: Offsets, head: int, rate: int, num_heads: int) -> int:

@@ -332,11 +332,8 @@ def check_inputs(
     if segment_ids is not None:
         check_ids("segment_ids", segment_ids, (batch, length))
     length *= shards
-    if length + max(pattern.dilation_rates) > MOST_POSITIONS + 1:
-        raise ValueError(
-            f"`query` length and the largest of `dilation_rates` must together be at most {MOST_POSITIONS + 1}, got "
-            f"{length} and {max(pattern.dilation_rates)}."
-        )
+    if length > MOST_POSITIONS:
+        raise ValueError(f"`query` must have a length of at most {MOST_POSITIONS} on all devices, got {length}.")
     true_length = length if seq_len is None else check_int("seq_len", seq_len)
     if true_length > length:
         raise ValueError(f"`seq_len` must be between 1 and the stored length {length}, got {seq_len}.")
