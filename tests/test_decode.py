@@ -364,7 +364,7 @@ def test_invalid_arguments_raise_and_name_the_argument():
             cache, q, q, q, counts=jnp.array([1, 4])
         ),
         r"`counts` must be integers of shape \(2,\)": lambda: rj.decode_step(cache, q, q, q, counts=jnp.array([0])),
-        r"`scale` must be a finite number": lambda: rj.decode_step(cache, q, q, q, scale=np.nan),
+        r"`scale` must be a finite Python number": lambda: rj.decode_step(cache, q, q, q, scale=np.nan),
         r"`cache` slots must divide evenly over the ring of 8, got 4": lambda: rj.decode_step(
             cache, q, q, q, ring=rj.Ring(ring_mesh(8))
         ),
