@@ -74,6 +74,12 @@ def test_padding_may_hold_any_token():
     assert np.isfinite(right).all()
 
 
+def test_tokens_of_the_vocabulary_keep_their_logits_where_they_are_padding():
+    ids = np.array([[0, 0, 0, 0, 0, 0, -1, -1]], np.int32)
+    three, four = (logits_of()([[0, 1, 2, 3, 4, 5, token, token]], ids)[0, 6] for token in (3, 4))
+    assert np.abs(three - four).max() > 0.1
+
+
 def test_embeddings_and_their_gradient_for_tokens_of_any_dtype():
     graph, state = nnx.split(nnx.eval_shape(lambda: LongNetEncoder(CONFIG, rngs=nnx.Rngs(0))).embed)
     table = np.arange(VOCABULARY * 8, dtype=np.float32).reshape(VOCABULARY, 8)

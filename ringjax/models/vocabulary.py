@@ -47,10 +47,11 @@ def lookup(
 ) -> Array:
     """Returns the embeddings (B, T, F) of tokens (B, T), and NaN for tokens outside the vocabulary.
 
-    Tokens at which `is_real` is False are padding of any value, and are replaced by token 0.
+    Where `is_real` is False, a token is padding: any value outside the vocabulary is replaced by token 0.
     """
     tokens = jnp.asarray(tokens)
-    tokens = tokens if is_real is None else jnp.where(is_real, tokens, 0)
+    if is_real is not None:
+        tokens = jnp.where(~is_real & is_outside(tokens, embed.num_embeddings), 0, tokens)
     debug.report(name, "outside the vocabulary", lambda: is_outside(tokens, embed.num_embeddings))
     (table,) = embed.promote_dtype((embed.embedding[...],), dtype=embed.dtype, inexact=False)
     if out_sharding is None:
