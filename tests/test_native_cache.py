@@ -380,8 +380,7 @@ def test_a_compiler_that_hangs_is_killed_with_all_that_it_started(compiler, tmp_
     monkeypatch.setattr(build, "_compilers", lambda: [str(compiler.path)])
     monkeypatch.setenv("RINGJAX_COMPILE_SECONDS", "1")
     reason = build._loaded.__wrapped__()
-    assert reason.startswith(f"{compiler.path} did not finish in ")
-    assert reason.endswith(" seconds (RINGJAX_COMPILE_SECONDS sets another limit)")
+    assert reason == f"{compiler.path} did not finish in time (RINGJAX_COMPILE_SECONDS sets the limit, 60 by default)"
     if (tmp_path / "child").exists():
         child = int((tmp_path / "child").read_text())
         deadline = time.monotonic() + 20

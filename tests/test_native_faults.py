@@ -86,16 +86,18 @@ import time, jax, jax.numpy as jnp, ringjax as rj
 from ringjax._src.kernels.cpu import build
 x = jnp.ones((1, 8, 1, 4))
 start = time.monotonic()
+reason = build.why_not()
+seconds = time.monotonic() - start
 rj.dilated_attention(x, x, x, rj.DilationPattern((8,), (1,)))
-print(time.monotonic() - start, build.why_not() or "native")
+print(seconds, reason or "native")
 """
 
 
 def answer(**environment) -> tuple[float, str]:
-    """Seconds of the first call, and why there are no kernels."""
+    """Seconds that the kernels add to the first call, and why there are none."""
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"} | environment
     command = [sys.executable, "-c", SCRIPT]
-    ran = subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=600)
+    ran = subprocess.run(command, check=True, env=environment, capture_output=True, text=True, timeout=3000)
     seconds, _, reason = ran.stdout.strip().partition(" ")
     return float(seconds), reason
 
@@ -105,7 +107,7 @@ def test_sixteen_processes_on_an_empty_cache_compile_once(tmp_path):
     counting = tmp_path / "compiler"
     counting.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/calls\nexec {build._compilers()[0]} "$@"\n')
     counting.chmod(0o755)
-    environment = {"XDG_CACHE_HOME": str(tmp_path), "CXX": str(counting), "RINGJAX_COMPILE_SECONDS": "300"}
+    environment = {"XDG_CACHE_HOME": str(tmp_path), "CXX": str(counting), "RINGJAX_COMPILE_SECONDS": "2000"}
     with concurrent.futures.ThreadPoolExecutor(16) as pool:
         answers = list(pool.map(lambda _: answer(**environment), range(16)))
     assert [reason for _, reason in answers] == ["native"] * 16
@@ -125,19 +127,23 @@ def test_with_a_compiler_that_hangs_the_first_call_returns_within_70_seconds(tmp
 
 @pytest.mark.slow
 def test_a_process_stopped_while_it_compiles_does_not_block_others(tmp_path):
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path), "JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {
+        "XDG_CACHE_HOME": str(tmp_path),
+        "JAX_PLATFORMS": "cpu",
+        "RINGJAX_COMPILE_SECONDS": "2000",
+    }
     first = subprocess.Popen([sys.executable, "-c", SCRIPT], env=environment, stdout=subprocess.DEVNULL)
     try:
-        deadline = time.monotonic() + 100
+        deadline = time.monotonic() + 1000
         while not list(tmp_path.glob("ringjax/work-*")) and time.monotonic() < deadline:
             time.sleep(0.01)
         first.send_signal(signal.SIGSTOP)
         assert list(tmp_path.glob("ringjax/work-*"))
-        _, reason = answer(XDG_CACHE_HOME=str(tmp_path), RINGJAX_COMPILE_SECONDS="300")
+        _, reason = answer(XDG_CACHE_HOME=str(tmp_path), RINGJAX_COMPILE_SECONDS="2000")
         assert reason == "native"
     finally:
         first.send_signal(signal.SIGCONT)
-        first.wait(timeout=300)
+        first.wait(timeout=3000)
 
 
 MOUNTED = """
@@ -157,8 +163,8 @@ def test_a_mounted_cache_that_is_noexec_or_full_is_followed_by_the_next(tmp_path
         pytest.skip("mounting is not permitted here")
     (tmp_path / "temporary").mkdir()
     environment = os.environ | {"SCRIPT": SCRIPT, "JAX_PLATFORMS": "cpu", "TMPDIR": str(tmp_path / "temporary")}
-    environment |= {"XDG_CACHE_HOME": str(tmp_path / kind), "RINGJAX_COMPILE_SECONDS": "300"}
+    environment |= {"XDG_CACHE_HOME": str(tmp_path / kind), "RINGJAX_COMPILE_SECONDS": "2000"}
     command = [unshare, "-m", "/bin/sh", "-c", MOUNTED.format(tmp_path, sys.executable)]
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=3000, check=False)
     assert ran.stdout.strip().endswith("native"), ran.stderr
     assert [x.parent.parent.name for x in tmp_path.glob("*/ringjax*/*.so")] == ["temporary"]

@@ -79,8 +79,8 @@ def _loaded() -> str:
             return ""
         except subprocess.CalledProcessError as error:
             reason = f"compiling them failed: {next(iter(error.stderr.strip().splitlines()), error)}"
-        except subprocess.TimeoutExpired as error:
-            reason = f"{compiler} did not finish in {error.timeout:.0f} seconds ({SECONDS} sets another limit)"
+        except subprocess.TimeoutExpired:
+            reason = f"{compiler} did not finish in time ({SECONDS} sets the limit, {_SECONDS:.0f} by default)"
         except Exception as error:  # whatever it is, plain XLA can compute
             reason = f"compiling or loading them failed: {error}"
     return reason
