@@ -274,7 +274,8 @@ def check_key(name: str, rng: object, rule: str = "a `jax.random` key") -> None:
     if dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key):
         is_key = shape == ()
     elif isinstance(rng, np.ndarray | jax.Array):
-        is_key = dtype == jnp.uint32 and shape == _KEY_SHAPES.get(str(jax.config.jax_default_prng_impl), shape)
+        implementation = str(getattr(jax.config, "jax_default_prng_impl", "threefry2x32"))  # untyped in jax 0.10
+        is_key = dtype == jnp.uint32 and shape == _KEY_SHAPES.get(implementation, shape)
     if not is_key:
         given = shown(rng) if shape is None else f"{dtype} of shape {shape}"
         raise ValueError(f"`{name}` must be {rule}, got {given}.")
