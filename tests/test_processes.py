@@ -173,7 +173,7 @@ def test_a_missing_variable_is_named(missing, monkeypatch):
     for name in ("COORDINATOR", "NUM_PROCESSES", "PROCESS_ID", "LOCAL_DEVICES"):
         monkeypatch.setenv(f"RINGJAX_{name}", "1")
     monkeypatch.delenv(missing)
-    with pytest.raises(ValueError, match=f"`{missing}` must be in the environment"):
+    with pytest.raises(ValueError, match=f"`{missing}` must be set in the environment"):
         initialize_from_environment()
 
 
