@@ -200,25 +200,28 @@ def degrade(defect: str) -> None:
         return
     from jax import lax  # noqa: PLC0415
 
-    from ringjax._src.comm.ring_comm import Circle  # noqa: PLC0415
+    from ringjax._src.branches.ring import RingBranch  # noqa: PLC0415
+    from ringjax._src.comm.ring_comm import scan_hops  # noqa: PLC0415
 
-    def visit_all(self, cargo, begun, state, visit):
-        """Rotates the payload only after the compute on it has finished."""
-        me = lax.axis_index(self.axis_name)
-        first = 0 if self.is_uniform else 1
-        if first:
-            state = visit(state, cargo, me, True)
+    def attend_all(self, queries, keys, in_flight):
+        """Rotates the keys only after attention to them has finished."""
+        me, last_hop = self.comm.device(), self.plan.ring_devices - 1
+        attend = lambda partial, keys, hop: self.attend_chunks(  # noqa: E731
+            partial, queries, keys, query_device=me, key_device=self.comm.source(hop)
+        )
 
         def step(carry, hop):
-            arrived, state = carry
-            state = visit(state, arrived, self._source(me, hop), False)
-            arrived, state = lax.optimization_barrier((arrived, state))
-            return self._rotate(arrived), state
+            keys, partial = carry
+            keys, partial = lax.optimization_barrier((keys, attend(partial, keys, hop)))
+            return self.comm.rotate(keys), partial
 
-        arrived, state = self._scan(step, (begun, state), first, self.group - 1)
-        return visit(state, arrived, self._source(me, self.group - 1), False)
+        partial = self.attend_chunks(
+            self.empty_partial(queries), queries, keys, query_device=me, key_device=me, is_own=True
+        )
+        keys, partial = scan_hops(step, (in_flight, partial), 1, last_hop)
+        return attend(partial, keys, last_hop)
 
-    Circle.visit_all = visit_all
+    RingBranch.attend_all = attend_all
 
 
 def table(rows: list[Row], platform: str) -> Table:

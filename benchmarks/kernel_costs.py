@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ringjax._src.kernels import pallas_tpu as tpu
-from ringjax._src.kernels.backend import Case, Target
-from ringjax._src.kernels.kernel import BlockSizes, Look
-from ringjax._src.kernels.tpu_call import Call, Joint, Rows
+from ringjax._src.kernels import pallas_gpu
+from ringjax._src.kernels.blocks import KernelConfig, given_blocks
+from ringjax._src.kernels.dispatch import Target
+from ringjax._src.kernels.interface import BlockSizes, Case
+from ringjax._src.kernels.tpu import calls as tpu
 from ringjax._src.online_softmax import PartialSoftmax
 
 _PASSES = ("forward", "query_gradient", "key_gradient")
@@ -45,7 +46,7 @@ def kernel_costs(
     rows: int,
     head_dim: int,
     tasks: int = 1,
-    group: int = 1,
+    q_per_kv: int = 1,
     dtype: str = "bfloat16",
     is_causal: bool = False,
     block_sizes: BlockSizes | None = None,
@@ -57,7 +58,7 @@ def kernel_costs(
         rows: Number of key rows per task.
         head_dim: Head dimension.
         tasks: Number of tasks: key/value heads times segments times batch.
-        group: Number of query heads per key/value head.
+        q_per_kv: Number of query heads per key/value head.
         dtype: Dtype of query, key and value.
         is_causal: Whether attention is causal.
         block_sizes: Block sizes, or None for the defaults.
@@ -67,58 +68,63 @@ def kernel_costs(
         >>> forward.useful_flops / forward.issued_flops > 0.9
         True
     """
-    case = Case(dtype, head_dim, rows, group)
-    pairs = (rows * (rows + 1) // 2 if is_causal else rows**2) * group * tasks
+    case = Case(dtype, head_dim, rows, q_per_kv)
+    pairs = (rows * (rows + 1) // 2 if is_causal else rows**2) * q_per_kv * tasks
     costs = []
     for name in _PASSES:
-        blocks = case.blocks(target, block_sizes, is_gradient=name != "forward")
-        look = Look(blocks, rows, group, tasks, is_causal, bool(rows % blocks.key), (), 1.0)
-        query_spans = look.query_spans(jnp.array([rows], jnp.int32), None, None)
-        spans = look.key_spans(query_spans) if name == "key_gradient" else query_spans
-        num_pairs = int((spans[:, 2] - spans[:, 0]).sum()) * tasks
+        module, is_bwd = tpu if target == "tpu" else pallas_gpu, name != "forward"
+        blocks = module.default_blocks(case, is_bwd=is_bwd)
+        if block_sizes is not None:
+            blocks = given_blocks(block_sizes, rows, q_per_kv, module.LIMITS.min_block, is_bwd=is_bwd)
+        config = KernelConfig(blocks, rows, q_per_kv, tasks, is_causal, bool(rows % blocks.key), (), 1.0)
+        kv_ranges = config.kv_block_ranges(jnp.array([rows], jnp.int32))
+        ranges = config.q_block_ranges(kv_ranges) if name == "key_gradient" else kv_ranges
+        num_pairs = int((ranges[:, 2] - ranges[:, 0]).sum()) * tasks
         flops = 2 * _MULTIPLIES[name] * head_dim
         moved = (
-            _tpu_bytes(name, look, tasks, head_dim, dtype, spans)
+            _tpu_bytes(name, config, tasks, head_dim, dtype, ranges)
             if target == "tpu"
-            else _gpu_bytes(name, look, tasks, head_dim, dtype, num_pairs)
+            else _gpu_bytes(name, config, tasks, head_dim, dtype, num_pairs)
         )
-        least = _array_bytes(name, tasks, rows, group, head_dim, dtype)
+        least = _array_bytes(name, tasks, rows, q_per_kv, head_dim, dtype)
         costs.append(KernelCost(name, flops * pairs, flops * num_pairs * blocks.query * blocks.key, moved, least))
     return costs
 
 
-def _arrays(name: str, tasks: int, rows: int, group: int, head_dim: int, dtype: str) -> list[jax.ShapeDtypeStruct]:
+def _arrays(name: str, tasks: int, rows: int, q_per_kv: int, head_dim: int, dtype: str) -> list[jax.ShapeDtypeStruct]:
     """Returns the arrays of a pass, accumulators first, without chunks and mask inputs."""
     shape = jax.ShapeDtypeStruct
-    query, kv = (tasks, 1, rows * group, head_dim), (2, tasks, 1, rows, head_dim)
+    query, kv = (tasks, 1, rows * q_per_kv, head_dim), (2, tasks, 1, rows, head_dim)
     inputs = [shape(query, dtype), shape(kv, dtype)]
     if name == "forward":
         return [shape(query, jnp.float32), shape(query[:3], jnp.float32), *inputs]
     sums = shape(kv if name == "key_gradient" else query, jnp.float32)
-    return [sums, *inputs, shape(query, dtype), shape((tasks, 1, 2, rows * group), jnp.float32)]
+    return [sums, *inputs, shape(query, dtype), shape((tasks, 1, 2, rows * q_per_kv), jnp.float32)]
 
 
-def _array_bytes(name: str, tasks: int, rows: int, group: int, head_dim: int, dtype: str) -> int:
+def _array_bytes(name: str, tasks: int, rows: int, q_per_kv: int, head_dim: int, dtype: str) -> int:
     """Returns the bytes of reading every array once and writing the accumulators once."""
-    arrays = _arrays(name, tasks, rows, group, head_dim, dtype)
+    arrays = _arrays(name, tasks, rows, q_per_kv, head_dim, dtype)
     sums = arrays[:2] if name == "forward" else arrays[:1]
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in [*arrays, *sums])
 
 
-def _tpu_bytes(name: str, look: Look, tasks: int, head_dim: int, dtype: str, spans: Array) -> int:
+def _tpu_bytes(name: str, config: KernelConfig, tasks: int, head_dim: int, dtype: str, ranges: Array) -> int:
     """Returns the bytes of the blocks that change from one grid step to the next."""
-    arrays = _arrays(name, tasks, look.rows, look.group, head_dim, dtype)
+    arrays = _arrays(name, tasks, config.num_rows, config.q_per_kv, head_dim, dtype)
     chunks = jnp.zeros((2,), jnp.int32)
-    found: list[Call] = []
+    found: list[tpu.Call] = []
 
     def build(*arrays: Array) -> None:
         if name == "forward":
             out, lse, q, kv = arrays
-            found.append(tpu.forward_call(PartialSoftmax(out, lse), Rows(q, kv, chunks, spans, None), look))
+            rows = tpu.PackedRows(q, kv, chunks, ranges, None)
+            found.append(tpu.forward_call(PartialSoftmax(out, lse), rows, config))
         else:
             sums, q, kv, dout, stats = arrays
+            rows = tpu.PackedRows(q, kv, chunks, ranges, None)
             make = tpu.query_gradient_call if name == "query_gradient" else tpu.key_gradient_call
-            found.append(make(sums, Rows(q, kv, chunks, spans, None), Joint(dout, stats), look))
+            found.append(make(sums, rows, tpu.OutputGrads(dout, stats), config))
 
     jax.eval_shape(build, *arrays)
     call = found[0]
@@ -126,19 +132,19 @@ def _tpu_bytes(name: str, look: Look, tasks: int, head_dim: int, dtype: str, spa
     moved = 0
     for array, spec in [*call.inputs, *call.outputs]:
         assert spec.index_map is not None and spec.block_shape is not None
-        index = spec.index_map(*steps, chunks, spans)
+        index = spec.index_map(*steps, chunks, ranges)
         indices = np.stack([np.broadcast_to(np.asarray(x), steps[0].shape) for x in index])
         fetches = 1 + int((indices[:, 1:] != indices[:, :-1]).any(axis=0).sum())
         moved += fetches * int(np.prod(np.array(spec.block_shape, int))) * array.dtype.itemsize
     return moved
 
 
-def _gpu_bytes(name: str, look: Look, tasks: int, head_dim: int, dtype: str, num_pairs: int) -> int:
+def _gpu_bytes(name: str, config: KernelConfig, tasks: int, head_dim: int, dtype: str, num_pairs: int) -> int:
     """Returns the bytes that the programs load and store, ignoring the caches of the device."""
     size = jnp.dtype(dtype).itemsize
-    query, key = look.blocks.query * head_dim, look.blocks.key * head_dim
-    stats = 2 * look.blocks.query * 4
-    programs = tasks * (look.key_blocks if name == "key_gradient" else look.query_blocks)
+    query, key = config.blocks.query * head_dim, config.blocks.key * head_dim
+    stats = 2 * config.blocks.query * 4
+    programs = tasks * (config.key_blocks if name == "key_gradient" else config.query_blocks)
     if name == "forward":
         return programs * (query * (size + 8) + stats) + num_pairs * 2 * key * size
     if name == "query_gradient":

@@ -7,11 +7,17 @@ from ringjax._src.decode import DecodeCache, decode_step, generate, init_cache, 
 from ringjax._src.flax.adapter import attention_fn
 from ringjax._src.flax.precision import compute_dtype
 from ringjax._src.flax.rotary import rotary, xpos
-from ringjax._src.kernels.kernel import BlockSizes
+from ringjax._src.kernels.interface import BlockSizes
 from ringjax._src.pattern import Coverage, DilationPattern
-from ringjax._src.planning.plan import BranchPlan, Plan, plan
+from ringjax._src.planning.plan import (
+    BranchPlan,
+    CacheInfo,
+    Plan,
+    pattern_cache_clear,
+    pattern_cache_info,
+    plan,
+)
 from ringjax._src.reference import reference_attention
-from ringjax._src.rows.indices import CacheInfo, pattern_cache_clear, pattern_cache_info
 
 __version__ = "0.1.0"
 

@@ -105,9 +105,7 @@ DEFINED = {
     "coverage of a long sequence": (lambda: rj.DilationPattern((8, 16), (2, 4)).coverage(4, seq_len=2**53).share, 0.5),
     "a billion tokens": (lambda: shape_of(2, 10**9), (2, 10**9, 2, 4)),
     "the plan of more tokens than programs take": (
-        lambda: (
-            rj.plan(LONG_PATTERN, seq_len=2**50, num_heads=4, head_dim=8, ring_size=2**10, batch=10**6).request.batch
-        ),
+        lambda: rj.plan(LONG_PATTERN, seq_len=2**50, num_heads=4, head_dim=8, ring_size=2**10, batch=10**6).spec.batch,
         10**6,
     ),
     "numbers of numpy, ids of 64 bits that fit and a key that is not used": (

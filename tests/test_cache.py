@@ -8,7 +8,6 @@ import numpy as np
 from cases import QUICK, Case
 
 import ringjax as rj
-from ringjax._src.rows.indices import _TableCache
 
 CASE = Case(length=32)
 
@@ -17,7 +16,7 @@ def tables(*, length, kv_heads, q_per_kv=1):
     plan = rj.plan(
         CASE.pattern, seq_len=length, num_heads=kv_heads * q_per_kv, num_kv_heads=kv_heads, head_dim=8, ring_size=1
     )
-    return [table for branch in plan.branches for table in branch.tables]
+    return [table for branch in plan.branches for table in branch.selections]
 
 
 def test_layers_with_one_pattern_share_one_entry():
@@ -62,14 +61,19 @@ def test_each_shape_has_its_own_entry():
 
 
 def test_full_cache_drops_the_least_recently_used_entry():
-    cache = _TableCache(capacity=2)
-    for key in "abac":
-        cache.get(key, lambda key: np.zeros(2, np.int32))
-    assert cache.info() == (1, 3, 2, 16)
-    cache.get("a", np.zeros)
-    assert cache.info().hits == 2
-    cache.get("b", lambda key: np.zeros(2, np.int32))
-    assert cache.info().misses == 4
+    for length in range(1, 257):
+        tables(length=length, kv_heads=2)
+    full = rj.pattern_cache_info()
+    assert full.entries == 256
+    tables(length=1, kv_heads=2)  # now length 2 is the oldest
+    tables(length=257, kv_heads=2)
+    info = rj.pattern_cache_info()
+    assert (info.hits, info.misses, info.entries) == (1, 257, 256)
+    assert abs(info.bytes - full.bytes) <= full.bytes / 50
+    tables(length=1, kv_heads=2)
+    assert rj.pattern_cache_info().misses == 257
+    tables(length=2, kv_heads=2)
+    assert rj.pattern_cache_info().misses == 258
 
 
 def test_threads_share_entries():

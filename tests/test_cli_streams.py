@@ -241,4 +241,4 @@ def test_longest_sequence_can_be_planned():
     job = Job(65536, num_heads=1, head_dim=1, pattern_text="T/1", ring_size=8, memory=10**18)
     longest = longest_that_fits(job)
     assert 0.99 * 2**31 < longest < 2**31
-    assert dataclasses.replace(job, seq_len=longest).plan().request.seq_len == longest
+    assert dataclasses.replace(job, seq_len=longest).plan().spec.seq_len == longest

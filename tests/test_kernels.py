@@ -25,7 +25,9 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from kernel_costs import kernel_costs
 
 import ringjax as rj
-from ringjax._src.kernels.backend import Case as KernelCase
+from ringjax._src.kernels.blocks import given_blocks
+from ringjax._src.kernels.dispatch import BACKENDS
+from ringjax._src.kernels.interface import Case as KernelCase
 
 SLOW = pytest.mark.slow
 TARGETS = ("interpret_tpu", "interpret_gpu")
@@ -94,9 +96,8 @@ def test_given_block_sizes_equal_oracle(implementation):
     case = one_entry(
         length=600, kv_heads=1, q_per_kv=2, head_dim=32, segment_lengths=(600,), dilation_rates=(1,), is_causal=True
     )
-    kernel_case = KernelCase(dtype="float32", head_dim=32, rows=600, group=2)
-    target = implementation.removeprefix("interpret_")
-    assert kernel_case.blocks(target, sizes, is_gradient=False) == (128, 256)
+    least = BACKENDS[implementation.removeprefix("interpret_")].limits.min_block
+    assert given_blocks(sizes, num_rows=600, q_per_kv=2, least=least, is_bwd=False) == (128, 256)
     attention = functools.partial(rj.dilated_attention, block_sizes=sizes)
     assert_equals_oracle(case, "float32", attention, implementations=(implementation,), compiler_options=QUICK)
 
@@ -283,39 +284,39 @@ def test_float16_lowers_without_kernels_for_tpu():
     ("case", "target", "reason"),
     [
         (
-            KernelCase(dtype="float16", head_dim=64, rows=512, group=1),
+            KernelCase(dtype="float16", head_dim=64, num_rows=512, q_per_kv=1),
             "tpu",
             "tpu kernels take bfloat16, float32, not float16",
         ),
         (
-            KernelCase(dtype="float64", head_dim=64, rows=512, group=1),
+            KernelCase(dtype="float64", head_dim=64, num_rows=512, q_per_kv=1),
             "gpu",
             "gpu kernels take bfloat16, float16, float32, not float64",
         ),
         (
-            KernelCase(dtype="bfloat16", head_dim=512, rows=512, group=1),
+            KernelCase(dtype="bfloat16", head_dim=512, num_rows=512, q_per_kv=1),
             "gpu",
             "gpu kernels take head dims from 16 to 256, not 512",
         ),
         (
-            KernelCase(dtype="bfloat16", head_dim=8, rows=512, group=1),
+            KernelCase(dtype="bfloat16", head_dim=8, num_rows=512, q_per_kv=1),
             "tpu",
             "tpu kernels take head dims from 16 to 256, not 8",
         ),
         (
-            KernelCase(dtype="bfloat16", head_dim=64, rows=12, group=1),
+            KernelCase(dtype="bfloat16", head_dim=64, num_rows=12, q_per_kv=1),
             "tpu",
             "take at least 16 selected rows per segment or chunk, not 12",
         ),
         (
-            KernelCase(dtype="bfloat16", head_dim=64, rows=512, group=1, ids="int64"),
+            KernelCase(dtype="bfloat16", head_dim=64, num_rows=512, q_per_kv=1, ids="int64"),
             "gpu",
             "take segment ids that fit int32, not int64",
         ),
     ],
 )
 def test_unsupported_cases_name_the_reason(case, target, reason):
-    assert reason in case.misfit(target)
+    assert reason in BACKENDS[target].limits.unsupported(target, case)
 
 
 def call(length=64, head_dim=32, dtype=jnp.float32, **keywords):
@@ -374,7 +375,7 @@ def test_unsupported_cases_fall_back_to_xla_by_default():
 @pytest.mark.parametrize("q_per_kv", [1, 4])
 def test_at_least_nine_tenths_of_causal_flops_are_useful(target, q_per_kv):
     size = 1024 if target == "tpu" else 128
-    for cost in kernel_costs(target, rows=16 * size, head_dim=128, group=q_per_kv, is_causal=True):
+    for cost in kernel_costs(target, rows=16 * size, head_dim=128, q_per_kv=q_per_kv, is_causal=True):
         assert 0.9 <= cost.useful_flops / cost.issued_flops < 1, cost
 
 

@@ -15,21 +15,26 @@ import pytest
 from cases import NEEDS_KERNELS
 
 import ringjax as rj
-from ringjax._src.kernels.backend import Backend
-from ringjax._src.kernels.backend import Case as KernelCase
 from ringjax._src.kernels.cpu import build
+from ringjax._src.kernels.dispatch import BACKENDS
+from ringjax._src.kernels.interface import AttendConfig
+from ringjax._src.kernels.interface import Case as KernelCase
 
 pytestmark = NEEDS_KERNELS
+
+
+def why_not(implementation):
+    config = AttendConfig(is_causal=False, scale=1.0, implementation=implementation)
+    return BACKENDS["cpu"].why_not(KernelCase("float32", 64, 512, 1), config)
 
 
 def test_plain_xla_for_want_of_a_compiler_is_warned_of_once(monkeypatch):
     monkeypatch.setattr(build, "why_not", lambda: build.NO_COMPILER)
     monkeypatch.setattr(build, "_warned", set())
-    case = KernelCase("float32", 64, 512, 1)
-    assert Backend("native")._misfit(case, "cpu")  # an error says it
+    assert why_not("native")  # an error says it
     with pytest.warns(UserWarning) as warned:
         for _ in range(2):
-            assert Backend()._misfit(case, "cpu") == f"the cpu kernels are not there: {build.NO_COMPILER}"
+            assert why_not(None) == f"the CPU kernels are unavailable: {build.NO_COMPILER}"
     (line,) = {str(warning.message) for warning in warned}
     assert len(warned) == 1
     assert line.startswith("CPU kernels are unavailable: there is no C++ compiler (CXX, c++, g++, clang++). Plain XLA")
@@ -39,7 +44,7 @@ def test_plain_xla_for_want_of_a_compiler_is_warned_of_once(monkeypatch):
 def test_plain_xla_that_was_asked_for_is_not_warned_of(monkeypatch):
     monkeypatch.setattr(build, "_warned", set())
     monkeypatch.setenv("RINGJAX_NATIVE", "0")
-    assert Backend()._misfit(KernelCase("float32", 64, 512, 1), "cpu")
+    assert why_not(None)
     assert not build._warned
 
 

@@ -26,7 +26,7 @@ SHAPE = {"seq_len": 65536, "num_heads": 8, "head_dim": 64}
 )
 def test_segments_share_only_the_devices_they_span(layout, ring_size, ring_devices):
     plan = rj.plan(PATTERN, **SHAPE, ring_size=ring_size, layout=layout, strategy="ring")
-    assert [b.group for b in plan.branches] == ring_devices
+    assert [b.ring_devices for b in plan.branches] == ring_devices
     assert [b.where for b in plan.branches] == ["local" if n == 1 else "ring" for n in ring_devices]
     assert [b.hops for b in plan.branches] == [n - 1 for n in ring_devices]
     assert all(b.is_aligned and not b.advice for b in plan.branches)
@@ -81,7 +81,7 @@ def test_advice_names_the_alignment_rule_that_is_broken():
     assert [b.is_aligned for b in plan.branches] == [False, True]
     assert "segments of 2048 must consist of whole chunks of 1536" in plan.branches[0].advice
     rate = rj.plan(rj.DilationPattern((8192,), (6,)), seq_len=8192, num_heads=8, head_dim=64, ring_size=4).branches[0]
-    assert (rate.group, rate.advice) == (4, "chunks of 2048 must be a multiple of the rate 6")
+    assert (rate.ring_devices, rate.advice) == (4, "chunks of 2048 must be a multiple of the rate 6")
 
 
 def test_padding_to_the_aligned_length_aligns_every_branch():
@@ -93,7 +93,7 @@ def test_padding_to_the_aligned_length_aligns_every_branch():
     assert "length=131072" in str(slow)
     fast = rj.plan(pattern, **shape, stored_length=slow.aligned_length)
     assert all(b.is_aligned for b in fast.branches)
-    assert fast.request.has_ids
+    assert fast.spec.has_ids
 
 
 def test_plan_is_cached_hashable_and_serializable():

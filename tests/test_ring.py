@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec
 
 import ringjax as rj
-from ringjax._src.planning import geometry
+from ringjax._src.planning import spec
 
 PLAN = importlib.import_module("ringjax._src.planning.plan")  # the attribute of this name is the function
 
@@ -184,11 +184,11 @@ LONG = {
 )
 def test_several_blocks_in_several_pieces_equal_oracle(moves, compiler_options, monkeypatch):
     monkeypatch.setattr(PLAN, "_LONG_MESSAGE", 1024)
-    monkeypatch.setattr(geometry, "ring_query_rows", lambda *_: 512)  # the value on rings of many devices
+    monkeypatch.setattr(spec, "ring_query_rows", lambda *_: 512)  # the value on rings of many devices
     (branch,) = LONG[moves].branches
     assert (branch.where, branch.moves, branch.pieces, branch.is_aligned) == ("ring", moves, 2, True)
-    assert branch.shard.rows > 512
-    assert branch.shard.sizes.query < branch.shard.rows
+    (rows,) = branch.selections
+    assert rows.blocks.query < 512 < rows.num_rows
     assert_ring_equals_oracle(LONG[moves], "float32", compiler_options)
 
 

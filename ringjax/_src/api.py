@@ -12,17 +12,21 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from ringjax._src import debug, dropout
-from ringjax._src import vjp as joint
+from ringjax._src import debug, dropout, vjp
+from ringjax._src.branches.protocol import Shard
 from ringjax._src.comm.layout import layout_for, layout_named
-from ringjax._src.comm.mesh import Ring, RingPlace, axes, check_ring_options
+from ringjax._src.comm.mesh import Ring, RingPlace, abstract_platform, axes, check_ring_options
 from ringjax._src.comm.ring_comm import AxisName, StrategyName
-from ringjax._src.kernels.backend import Backend, Implementation, check_backend
-from ringjax._src.kernels.kernel import BlockSizes
+from ringjax._src.kernels.dispatch import Implementation, check_implementation
+from ringjax._src.kernels.interface import BlockSizes
 from ringjax._src.pattern import DilationPattern
+from ringjax._src.planning.plan import checked_plan
+from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.validation import AttentionShape, check_dropout, check_inputs, check_instance, check_positions
-from ringjax._src.vjp import Config
 from ringjax._src.vma import match_vma
+
+# An `AttentionSpec` that lacks what depends on the arrays of a device.
+_MakeSpec = functools.partial[AttentionSpec]
 
 
 def dilated_attention(
@@ -97,7 +101,7 @@ def dilated_attention(
         (1, 64, 4, 8)
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
-    config = _config(pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
+    make_spec = _spec_maker(pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
     if ring is None:
         check_positions(shape.batch, shape.length)
     else:
@@ -107,9 +111,9 @@ def dilated_attention(
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
     debug.report_nan(query=query, key=key, value=value)
     if ring is None:
-        out = _on_one_device(config, shape, query, key, value, ids, key_bits)
+        out = _on_one_device(make_spec, shape, query, key, value, ids, key_bits)
     else:
-        out = _sharded_attention(ring, config, shape, query, key, value, ids, key_bits)
+        out = _sharded_attention(ring, make_spec, shape, query, key, value, ids, key_bits)
     debug.report_nan(output=out)
     return out
 
@@ -125,7 +129,7 @@ def count_tiles(
     segment_ids: Int[Array, "B T"] | None = None,
     seq_len: int | None = None,
 ) -> Int[Array, "batch_shards ring_size head_shards"]:
-    """Runs the forward pass of `dilated_attention` and counts the score tiles that each device computes.
+    """Counts the score tiles that each device computes in the forward pass of `dilated_attention` in plain XLA.
 
     Args:
         query, key, value, pattern, ring, is_causal, segment_ids, seq_len: See `dilated_attention`.
@@ -146,14 +150,13 @@ def count_tiles(
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, None)
     check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
-    place = ring.place()
+    make_spec = _spec_maker(pattern, is_causal, shape, 0.0, None, "xla", None)
 
-    def local(query: Array, key: Array, value: Array, ids: Array | None, key_bits: None) -> Array:
-        config = Config(pattern, is_causal, shape.scale, Backend("xla"))
-        given = _prepared(config, place, shape, query, key, value, ids, key_bits)
-        return joint.count_tiles(*given[:5]).reshape(1, 1, 1)
+    def count(query: Array, key: Array, value: Array, ids: Array | None, key_bits: None) -> Array:
+        spec, shard = _on_ring(make_spec, ring.place(), shape, query, key, value, ids, None)
+        return vjp.count_tiles(spec, shard).reshape(1, 1, 1)
 
-    return _sharded(ring, local, PartitionSpec(*ring.spec()[:3]), (query, key, value), segment_ids)
+    return _sharded(ring, count, PartitionSpec(*ring.spec()[:3]), (query, key, value), segment_ids)
 
 
 def ring_dilated_attention(
@@ -221,7 +224,7 @@ def ring_dilated_attention(
     ring_size, head_shards = _axis_size("axis_name", axis_name), _axis_size("head_axis", head_axis)
     _axis_size("batch_axis", batch_axis)
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
-    config = _config(pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
+    make_spec = _spec_maker(pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
     key_bits = _dropout_key_bits(dropout_rate, dropout_rng)
     check_positions(*query.shape[:2])
     layout = layout_for(layout, ring_size)
@@ -230,16 +233,18 @@ def ring_dilated_attention(
         raise ValueError(
             f"`query` length per device must be a multiple of {chunks} for layout {layout!r}, got {query.shape[1]}."
         )
-    place = RingPlace(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards)
+    platform = abstract_platform(jax.sharding.get_abstract_mesh())
+    place = RingPlace(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards, platform)
     seeds = _seeds(key_bits, query, batch_axis, head_axis)
     debug.report_nan(query=query, key=key, value=value)
-    out = _on_ring(config, place, shape, query, key, value, segment_ids, seeds)
+    spec, shard = _on_ring(make_spec, place, shape, query, key, value, segment_ids, seeds)
+    out = vjp.attention(spec, *shard).reshape(query.shape)
     debug.report_nan(output=out)
     return out
 
 
 def _on_one_device(
-    config: Config,
+    make_spec: _MakeSpec,
     shape: AttentionShape,
     query: Array,
     key: Array,
@@ -250,15 +255,15 @@ def _on_one_device(
     """Computes attention on one device, skipping the padding at the end of the sequence."""
     query, key, value = (x[:, : shape.length] for x in (query, key, value))
     ids = None if ids is None else ids[:, : shape.length]
-    seeds = _split_seeds(_seeds(key_bits, query, None, None), key)
-    out = joint.attention(config, _split_query_heads(query, key), key, value, ids, seeds).reshape(query.shape)
+    shard = _shard(query, key, value, ids, _seeds(key_bits, query, None, None))
+    out = vjp.attention(_spec(make_spec, shard), *shard).reshape(query.shape)
     padding = shape.stored_length - shape.length
     return jnp.pad(out, [(0, 0), (0, padding), (0, 0), (0, 0)]) if padding else out
 
 
 def _sharded_attention(
     ring: Ring,
-    config: Config,
+    make_spec: _MakeSpec,
     shape: AttentionShape,
     query: Array,
     key: Array,
@@ -268,18 +273,22 @@ def _sharded_attention(
 ) -> Array:
     """Computes attention of global arrays on the devices of a ring."""
     place = ring.place()
-    is_checked = not config.backend.is_interpreted  # interpreted kernels lose the varying axes of their operands
+    is_checked = make_spec.keywords["implementation"] not in (
+        "interpret_tpu",
+        "interpret_gpu",
+    )  # interpreted kernels lose the varying axes of their operands
     if all(ring.size(name) == 1 for name in ("axis_name", "batch_axis", "head_axis")):
-        grouped = jax.eval_shape(_split_query_heads, query, key)
-        dataclasses.replace(config, ring=place).plan(grouped, ids is not None)  # checks the memory budget
+        shard = jax.eval_shape(_shard, query, key, value, ids, None)
+        checked_plan(_spec(make_spec, shard, place))  # checks the memory budget
         if not any(axis for x in (query, key, value) for axis in jax.typeof(x).sharding.spec):
-            return _on_one_device(config, shape, query, key, value, ids, key_bits)
-        local = functools.partial(_on_one_device, config, shape)  # shard_map removes explicit axes from the types
+            return _on_one_device(make_spec, shape, query, key, value, ids, key_bits)
+        local = functools.partial(_on_one_device, make_spec, shape)  # shard_map removes explicit axes from the types
         return _sharded(ring, local, ring.spec(), (query, key, value), ids, key_bits, is_checked)
 
     def on_device(query: Array, key: Array, value: Array, ids: Array | None, key_bits: Array | None) -> Array:
         seeds = _seeds(key_bits, query, ring.batch_axis, ring.head_axis)
-        return _on_ring(config, place, shape, query, key, value, ids, seeds)
+        spec, shard = _on_ring(make_spec, place, shape, query, key, value, ids, seeds)
+        return vjp.attention(spec, *shard).reshape(query.shape)
 
     return _sharded(ring, on_device, ring.spec(), (query, key, value), ids, key_bits, is_checked)
 
@@ -301,7 +310,7 @@ def _sharded(
 
 
 def _on_ring(
-    config: Config,
+    make_spec: _MakeSpec,
     place: RingPlace,
     shape: AttentionShape,
     query: Array,
@@ -309,45 +318,45 @@ def _on_ring(
     value: Array,
     ids: Array | None,
     seeds: Array | None,
-) -> Array:
-    """Computes the attention of one device inside `shard_map`."""
-    return joint.attention(*_prepared(config, place, shape, query, key, value, ids, seeds)).reshape(query.shape)
-
-
-def _prepared(
-    config: Config,
-    place: RingPlace,
-    shape: AttentionShape,
-    query: Array,
-    key: Array,
-    value: Array,
-    ids: Array | None,
-    seeds: Array | None,
-) -> tuple[Config, Array, Array, Array, Array | None, Array | None]:
-    """Returns the arguments of `joint.attention` for one device, with padding marked by negative ids."""
-    config = dataclasses.replace(config, ring=place)
+) -> tuple[AttentionSpec, Shard]:
+    """Returns spec and shard of one device inside `shard_map`, with padding marked by negative ids."""
     if ids is not None:
         if not jnp.can_cast(ids.dtype, jnp.int32):
             raise ValueError(f"`segment_ids` must have an integer dtype that fits int32 on a ring, got {ids.dtype}.")
         ids = ids.astype(jnp.int32)
-    if shape.length < shape.stored_length:
-        config = dataclasses.replace(config, seq_len=shape.length)
-        given = jnp.zeros(query.shape[:2], jnp.int32) if ids is None else ids
-        inside = place.positions(query.shape[1]) < shape.length
-        ids = jnp.where(inside[None, :], given, -1)
     (query, key, value, _), ids = match_vma((query, key, value, lax.axis_index(place.axis_name)), ids)
-    return config, _split_query_heads(query, key), key, value, ids, _split_seeds(seeds, key)
+    spec = _spec(make_spec, _shard(query, key, value, ids, seeds), place)
+    if shape.length < shape.stored_length:
+        spec = spec._replace(seq_len=shape.length, has_ids=True)
+        given = jnp.zeros_like(query, shape=query.shape[:2], dtype=jnp.int32) if ids is None else ids
+        ids = jnp.where(spec.local_positions()[None, :] < shape.length, given, -1)
+    return spec, _shard(query, key, value, ids, seeds)
 
 
-def _split_query_heads(query: Array, key: Array) -> Array:
-    """Reshapes queries (B, T, N, H) to (B, T, K, G, H), with G query heads per key/value head."""
-    batch, length, heads, dim = query.shape
-    return query.reshape(batch, length, key.shape[2], heads // key.shape[2], dim)
+def _spec(make_spec: _MakeSpec, shard: Shard, place: RingPlace | None = None) -> AttentionSpec:
+    """Returns the spec of an attention call of which a device holds this shard."""
+    batch, length, kv_heads, q_per_kv, dim = shard.query.shape
+    ring = {} if place is None else dataclasses.asdict(place)
+    ring_size, head_shards = ring.pop("axis_size", 1), ring.get("head_shards", 1)
+    return make_spec(
+        seq_len=length * ring_size,
+        stored_length=length * ring_size,
+        batch=batch,
+        kv_heads=kv_heads * head_shards,
+        q_per_kv=q_per_kv,
+        head_dim=dim,
+        dtype=shard.query.dtype.name,
+        has_ids=shard.ids is not None,
+        ring_size=ring_size,
+        **ring,
+    )
 
 
-def _split_seeds(seeds: Array | None, key: Array) -> Array | None:
-    """Reshapes seeds (B, N) to (B, K, G)."""
-    return None if seeds is None else seeds.reshape(seeds.shape[0], key.shape[2], -1)
+def _shard(query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None) -> Shard:
+    """Reshapes queries (B, T, N, H) to (B, T, K, G, H) and seeds (B, N) to (B, K, G)."""
+    batch, length, _, dim = query.shape
+    query = query.reshape(batch, length, key.shape[2], -1, dim)
+    return Shard(query, key, value, ids, None if seeds is None else seeds.reshape(batch, key.shape[2], -1))
 
 
 def _dropout_key_bits(rate: float, rng: Array | None) -> Array | None:
@@ -375,7 +384,7 @@ def _axis_size(name: str, value: AxisName | None) -> int:
         raise ValueError(f"`{name}` must name axes of the `shard_map` around the call, got {axes(value)}.") from None
 
 
-def _config(
+def _spec_maker(
     pattern: DilationPattern,
     is_causal: bool,
     shape: AttentionShape,
@@ -383,9 +392,9 @@ def _config(
     dropout_rng: Array | None,
     implementation: Implementation | None,
     block_sizes: BlockSizes | None,
-) -> Config:
+) -> _MakeSpec:
     check_dropout(dropout_rate, dropout_rng)
-    backend = check_backend(implementation, block_sizes)
+    check_implementation(implementation, block_sizes)
     if dropout_rate > 0:
         if implementation not in (None, "xla"):
             raise NotImplementedError(
@@ -397,5 +406,13 @@ def _config(
                 "`block_sizes` must be None with `dropout_rate` above 0, as the kernels do not support dropout, got "
                 f"{block_sizes}."
             )
-        backend = Backend("xla")
-    return Config(pattern, is_causal, shape.scale, backend, dropout_rate=float(dropout_rate))
+        implementation = "xla"
+    return functools.partial(
+        AttentionSpec,
+        pattern=pattern,
+        is_causal=is_causal,
+        scale=shape.scale,
+        dropout_rate=float(dropout_rate),
+        implementation=implementation,
+        block_sizes=block_sizes,
+    )

@@ -26,13 +26,13 @@ class PartialSoftmax(NamedTuple):
 class Running(NamedTuple):
     """State of an online softmax over key blocks.
 
-    The row maximum `peak` (m), the denominator `total` (l) and the unnormalized output `acc` (M, H); `acc` and `total`
-    are scaled by ``exp(-peak)``. `peak` and `total` have shape (M,), or (M, 1) in kernels without 1D arrays.
+    The row maximum `max` (m), the denominator (l) and the unnormalized output `acc` (M, H); `acc` and `denominator` are
+    scaled by ``exp(-max)``. `max` and `denominator` have shape (M,), or (M, 1) in kernels without 1D arrays.
     """
 
     acc: Array
-    peak: Array
-    total: Array
+    max: Array
+    denominator: Array
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
@@ -51,12 +51,12 @@ def merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
     Interpolates from the output with the larger weight towards the other one. This is exact if both outputs are equal,
     as when two branches attend to the same keys, and if the smaller weight vanishes, however large its output is.
     """
-    peak, low = jnp.maximum(a.lse, b.lse), jnp.minimum(a.lse, b.lse)
-    lighter = jnp.exp(low - _finite(peak))  # relative to a weight of 1 for the heavier one; both may be empty
+    maximum, low = jnp.maximum(a.lse, b.lse), jnp.minimum(a.lse, b.lse)
+    lighter = jnp.exp(low - _finite(maximum))  # relative to a weight of 1 for the heavier one; both may be empty
     a_is_heavier = (a.lse >= b.lse)[..., None]
     heavy, light = jnp.where(a_is_heavier, a.out, b.out), jnp.where(a_is_heavier, b.out, a.out)
     out = heavy + (light - heavy) * (lighter / (1 + lighter))[..., None]
-    return PartialSoftmax(out, peak + jnp.log1p(lighter))
+    return PartialSoftmax(out, maximum + jnp.log1p(lighter))
 
 
 def start(queries: Array) -> Running:
@@ -66,23 +66,23 @@ def start(queries: Array) -> Running:
 
 def finish(state: Running) -> PartialSoftmax:
     """Normalizes the state after the last key block."""
-    safe = jnp.where(state.total == 0, 1, state.total)  # NaN stays NaN
-    return PartialSoftmax(state.acc / _column(safe), state.peak + jnp.log(safe))  # -inf for empty rows
+    safe = jnp.where(state.denominator == 0, 1, state.denominator)  # NaN stays NaN
+    return PartialSoftmax(state.acc / _column(safe), state.max + jnp.log(safe))  # -inf for empty rows
 
 
 def rescale(state: Running, scores: Array) -> tuple[Running, Array]:
-    """Updates the maximum of `state` with `scores` (M, S; -inf where masked) and returns ``exp(scores - peak)`` too."""
-    peak = jnp.maximum(state.peak, scores.max(axis=1, keepdims=state.peak.ndim == 2))
-    finite = _finite(peak)
-    decay = jnp.exp(state.peak - finite)
+    """Updates the maximum of `state` with `scores` (M, S; -inf where masked) and returns ``exp(scores - max)`` too."""
+    maximum = jnp.maximum(state.max, scores.max(axis=1, keepdims=state.max.ndim == 2))
+    finite = _finite(maximum)
+    decay = jnp.exp(state.max - finite)
     weights = jnp.exp(scores - _column(finite))
-    return Running(state.acc * _column(decay), peak, state.total * decay), weights
+    return Running(state.acc * _column(decay), maximum, state.denominator * decay), weights
 
 
 def resume(part: PartialSoftmax) -> Running:
     """Returns the state after the keys of `part`: continuing from it is equivalent to merging with `part`."""
-    total = jnp.where(part.lse == -jnp.inf, jnp.zeros_like(part.lse), jnp.ones_like(part.lse))
-    return Running(part.out, part.lse, total)
+    denominator = jnp.where(part.lse == -jnp.inf, jnp.zeros_like(part.lse), jnp.ones_like(part.lse))
+    return Running(part.out, part.lse, denominator)
 
 
 def delta(dout: Array, out: Array, dtype: jnp.dtype) -> Array:
@@ -99,6 +99,6 @@ def _column(x: Array) -> Array:
     return x if x.ndim == 2 else x[:, None]
 
 
-def _finite(peak: Array) -> Array:
+def _finite(maximum: Array) -> Array:
     """Replaces the maximum of empty rows, -inf, by 0 so that it can be subtracted from -inf."""
-    return jnp.where(peak == -jnp.inf, 0, peak)
+    return jnp.where(maximum == -jnp.inf, 0, maximum)

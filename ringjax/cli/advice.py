@@ -100,7 +100,7 @@ def _balance(job: Job, plan: Plan) -> list[Finding]:
     if plan.balance <= 1.05:
         return []
     about = f"the busiest device does {plan.balance:.2f} times the mean work"
-    if job.is_causal and plan.request.layout == "contiguous":
+    if job.is_causal and plan.spec.layout == "contiguous":
         return [Finding(about, "--layout zigzag")]
     return [Finding(about, f"use a length that is a multiple of {2 * job.ring_size} times the largest rate")]
 

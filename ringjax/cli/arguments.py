@@ -184,7 +184,7 @@ class Job:
             is_causal=self.is_causal,
             layout=self.layout,
             strategy=self.strategy,
-            stored_length=self.plan().request.stored_length,
+            stored_length=self.plan().spec.stored_length,
             has_segment_ids=self.has_segment_ids,
         )
 

@@ -16,8 +16,9 @@ import numpy as np
 
 import ringjax
 from ringjax._src.comm.mesh import Ring
-from ringjax._src.kernels.backend import Case, Target
 from ringjax._src.kernels.cpu import build
+from ringjax._src.kernels.dispatch import BACKENDS
+from ringjax._src.kernels.interface import Case
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.planning.table import bytes_text
 from ringjax.cli.arguments import MOST_CPU_DEVICES, count, duration
@@ -189,11 +190,11 @@ def _kernels() -> dict[str, str]:
         return {"all": f"plain XLA: {reason}" if reason else "C++ kernels compiled for this machine"}
     if kind not in ("tpu", "gpu"):
         return {"all": f"plain XLA: no kernels for {kind}"}
-    target: Target = "tpu" if kind == "tpu" else "gpu"
-    found = {}
+    found, limits = {}, BACKENDS[kind].limits
+    assert limits is not None
     for dtype in ("bfloat16", "float32"):
         for dim in (64, 128):
-            reason = Case(dtype, dim, 2048, 1).misfit(target)
+            reason = limits.unsupported(kind, Case(dtype, dim, 2048, 1))
             found[f"{dtype}, head dim {dim}"] = f"plain XLA: {reason}" if reason else "Pallas kernels"
     return found
 

@@ -104,7 +104,7 @@ def schedule_of(branch: BranchPlan) -> Schedule:
         >>> schedule_of(job.plan().branches[0]).work.tolist()
         [[1056.0, 0.0], [1056.0, 2048.0]]
     """
-    size, group = branch.request.ring_size, branch.group
+    size, group = branch.spec.ring_size, branch.ring_devices
     device, hop = np.arange(size)[:, None], np.arange(group)[None, :]
     source = device - device % group + (device - hop) % group
     work = pairs_between(branch)[device, source]
@@ -114,7 +114,7 @@ def schedule_of(branch: BranchPlan) -> Schedule:
 
 def pairs_between(branch: BranchPlan) -> np.ndarray:
     """Counts the attended pairs of a query on one device and a key on another, (devices, devices), over all heads."""
-    request, selection = branch.request, branch.selection
+    request, selection = branch.spec, branch.branch
     layout, w = layout_named(request.layout), selection.segment_length
     length, chunk = request.stored_length, request.chunk_length
     edges = np.sort(np.concatenate([np.arange(0, length, w), np.arange(0, length + 1, chunk)]))
@@ -132,4 +132,4 @@ def pairs_between(branch: BranchPlan) -> np.ndarray:
             if request.is_causal:
                 attended = np.tril(attended, -1) + np.diag(num_rows * (num_rows + 1) / 2)
             np.add.at(pairs, (devices[:, None], devices[None, :]), attended)
-    return pairs * request.group
+    return pairs * request.q_per_kv

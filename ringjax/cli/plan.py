@@ -149,13 +149,13 @@ def _check_pieces(plan: Plan) -> None:
     Raises:
         ValueError: If the segments are too short for the sequence length.
     """
-    chunks = plan.request.stored_length // plan.request.chunk_length
+    chunks = plan.spec.stored_length // plan.spec.chunk_length
     for branch in plan.branches:
-        segments = plan.request.stored_length // branch.segment_length
-        pieces = (segments + chunks) * len(set(branch.selection.offsets))
+        segments = plan.spec.stored_length // branch.segment_length
+        pieces = (segments + chunks) * len(set(branch.branch.offsets))
         if pieces > _MOST_PIECES:
             raise ValueError(
-                f"--pattern must have longer segments or smaller rates at --seq-len {plan.request.seq_len}: branch "
+                f"--pattern must have longer segments or smaller rates at --seq-len {plan.spec.seq_len}: branch "
                 f"{branch.segment_length}/{branch.rate} has {pieces:,} pieces to count, limit {_MOST_PIECES:,}"
             )
 

@@ -106,20 +106,20 @@ def estimate(plan: Plan, device: Device) -> Estimate:
     """Estimates the time of a plan on a device."""
     forward = tuple(_pass_time(b, b.forward, device, is_backward=False) for b in plan.branches)
     backward = tuple(_pass_time(b, b.backward, device, is_backward=True) for b in plan.branches)
-    return Estimate(device, forward, backward, plan.request.seq_len * plan.request.batch)
+    return Estimate(device, forward, backward, plan.spec.seq_len * plan.spec.batch)
 
 
 def _pass_time(branch: BranchPlan, messages: tuple[Message, ...], device: Device, *, is_backward: bool) -> PassTime:
-    request = branch.request
+    request = branch.spec
     flops = max(branch.flops) * (BACKWARD if is_backward else 1.0)
-    num_pairs = branch.group if branch.where != "local" else 1
+    num_pairs = branch.ring_devices if branch.where != "local" else 1
     compute = flops / device.flops(request.dtype)
     memory = num_pairs * _pair_bytes(branch, is_backward) / device.bandwidth
-    link = branch.sent(messages) / device.hop_bandwidth(branch.group)
+    link = branch.sent(messages) / device.hop_bandwidth(branch.ring_devices)
     work = max(compute, memory)
     if branch.where == "all_gather":
         return PassTime(compute, memory, link, work + link)  # computation starts after all keys have arrived
-    hops = branch.group if is_backward else branch.group - 1
+    hops = branch.ring_devices if is_backward else branch.ring_devices - 1
     if not hops:
         return PassTime(compute, memory, link, work)
     pair, hop = work / num_pairs, link / hops
@@ -128,10 +128,10 @@ def _pass_time(branch: BranchPlan, messages: tuple[Message, ...], device: Device
 
 def _pair_bytes(branch: BranchPlan, is_backward: bool) -> float:
     """Returns the bytes moved per chunk pair: queries, keys and values once, accumulators in and out."""
-    r = branch.request
+    r = branch.spec
     itemsize, accumulator_size = np.dtype(r.dtype).itemsize, accumulator(np.dtype(r.dtype)).itemsize
-    size = r.batch * branch.rows * r.head_dim
-    queries, keys = size * r.group, 2 * size
+    size = r.batch * branch.num_rows * r.head_dim
+    queries, keys = size * r.q_per_kv, 2 * size
     if is_backward:
         return 2 * (2 * queries + keys) * itemsize + 2 * accumulator_size * (queries + keys)
     return (queries + keys) * itemsize + 2 * accumulator_size * queries

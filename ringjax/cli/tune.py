@@ -24,8 +24,8 @@ from rich.table import Table
 
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
-from ringjax._src.kernels.backend import Implementation, Target
-from ringjax._src.kernels.kernel import BlockSizes
+from ringjax._src.kernels.dispatch import Implementation, Target
+from ringjax._src.kernels.interface import BlockSizes
 from ringjax._src.planning.table import bytes_text
 from ringjax._src.validation import check_int
 from ringjax.cli.arguments import (

@@ -1,1 +1,1 @@
-"""Branches that span several devices."""
+"""The ways to run a branch, one file each, all with the protocol of `protocol.py`."""

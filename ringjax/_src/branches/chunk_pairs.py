@@ -1,4 +1,15 @@
-"""Which chunks of two devices meet, when one has received the rows of the other."""
+"""Which chunks of queries attend to which chunks of keys, for the rows of two devices.
+
+Contiguous: device ``i`` has chunk ``i``; its queries attend to all chunks of the segment, or, if causal, up to chunk
+``i``. Zigzag: device ``i`` of ``p`` has a front chunk ``i`` and a back chunk ``2p - 1 - i``. If causal and a segment
+spans all devices, every pair of devices has the same work:
+
+    keys of     the same device                     an earlier device              a later device
+    pairs       front-front, back-back (diagonal),  back-front, front-front        back-front, back-back
+                back-front
+
+If segments are shorter, they hold either front chunks or back chunks, and there is one pair per device pair.
+"""
 
 from __future__ import annotations
 
@@ -7,75 +18,61 @@ import functools
 import jax.numpy as jnp
 from jax import Array
 
-from ringjax._src.comm.layout import Layout
-from ringjax._src.kernels.hops import Visits
-from ringjax._src.kernels.walk import Places
-from ringjax._src.rows.shard import ShardRows
+from ringjax._src.comm.layout import layout_named
+from ringjax._src.kernels.interface import ChunkPairs, RowPositions
+from ringjax._src.planning.spec import AttentionSpec
+from ringjax._src.rows.selection import RowSelection
 
 
-def visits(
-    rows: ShardRows,
-    layout: Layout,
-    ring_size: int,
-    is_causal: bool,
-    query_device: Array,
-    key_device: Array,
-    is_own: bool,
-) -> list[Visits]:
-    """What the queries of one device do with the keys of a device of its group.
+def chunk_pairs(
+    spec: AttentionSpec, rows: RowSelection, query_device: Array, key_device: Array, *, is_own: bool
+) -> list[ChunkPairs]:
+    """Returns the chunk pairs for the queries of one device and the keys of a device that shares their segment.
 
     Args:
-        rows: The branch.
-        layout: Order of the sequence.
-        ring_size: Devices on the axis.
-        is_causal: Whether queries see only keys up to their position.
-        query_device: Whose queries.
-        key_device: Whose keys.
-        is_own: Whether the two are the same device.
+        spec: The attention call.
+        rows: The selection of the branch.
+        query_device: The device of the queries.
+        key_device: The device of the keys.
+        is_own: Whether the devices are the same.
     """
     if not rows.is_aligned:
-        return [_by_position(rows, layout, ring_size, is_causal, query_device, key_device)]
-    spans_all = rows.segment_length == ring_size * rows.chunks * rows.chunk_length
-    if not is_causal:
+        return [_by_position(spec, rows, query_device, key_device)]
+    spans_all = rows.segment_length == spec.stored_length
+    if not spec.is_causal:
         every = [(a, b) for a in range(rows.chunks) for b in range(rows.chunks) if a == b or spans_all]
-        return [_full(*zip(*every, strict=True))]
-    if rows.chunks == 1:
-        return (
-            [_diagonal((0,))] if is_own else [_full((0,), (0,))._replace(is_needed=(key_device < query_device)[None])]
-        )
-    # Zigzag: of the front chunk, which others come before, and the back chunk, which others come after, one has work.
+        return [_pairs(*zip(*every, strict=True))]
     if is_own:
-        return [_diagonal((0, 1)), *([_full((1,), (0,))] if spans_all else [])]
-    busy = jnp.where(key_device < query_device, 0, 1).astype(jnp.int32)
+        return [_diagonal(tuple(range(rows.chunks))), *([_pairs((1,), (0,))] if rows.chunks == 2 and spans_all else [])]
+    if rows.chunks == 1:
+        return [_pairs((0,), (0,))._replace(active=(key_device < query_device)[None])]
+    same = jnp.where(key_device < query_device, 0, 1).astype(jnp.int32)  # front-front or back-back
     if not spans_all:
-        return [Visits(busy[None], busy[None])]
-    one, zero = jnp.ones_like(busy), jnp.zeros_like(busy)
-    return [Visits(jnp.stack([one, busy]), jnp.stack([zero, busy]))]
+        return [ChunkPairs(same[None], same[None])]
+    one, zero = jnp.ones_like(same), jnp.zeros_like(same)
+    return [ChunkPairs(jnp.stack([one, same]), jnp.stack([zero, same]))]
 
 
-def starts(rows: ShardRows, layout: Layout, ring_size: int, device: Array) -> Array:
-    """Position at which each of a device's chunks starts, (chunks,)."""
-    return jnp.stack(layout.starts(device, ring_size, rows.chunk_length)).astype(jnp.int32)
+def chunk_starts(spec: AttentionSpec, device: Array) -> Array:
+    """Returns the start position of each chunk of a device, (chunks,)."""
+    return jnp.stack(layout_named(spec.layout).starts(device, spec.ring_size, spec.chunk_length)).astype(jnp.int32)
 
 
-def _full(query: tuple[int, ...], key: tuple[int, ...]) -> Visits:
-    return Visits(jnp.array(query, jnp.int32), jnp.array(key, jnp.int32))
+def _pairs(query: tuple[int, ...], key: tuple[int, ...]) -> ChunkPairs:
+    return ChunkPairs(jnp.array(query, jnp.int32), jnp.array(key, jnp.int32))
 
 
-def _diagonal(chunks: tuple[int, ...]) -> Visits:
-    return _full(chunks, chunks)._replace(is_diagonal=True)
+def _diagonal(chunks: tuple[int, ...]) -> ChunkPairs:
+    return _pairs(chunks, chunks)._replace(is_diagonal=True)
 
 
-def _by_position(
-    rows: ShardRows, layout: Layout, ring_size: int, is_causal: bool, query_device: Array, key_device: Array
-) -> Visits:
-    """Every pair of chunks in which some query may see some key."""
-    pairs = [(a, b) for a in range(rows.chunks) for b in range(rows.chunks)]
-    mine, theirs = (starts(rows, layout, ring_size, device) for device in (query_device, key_device))
-    every = _full(*zip(*pairs, strict=True))
-    ranges = functools.partial(rows.ranges, mine[every.query], theirs[every.key], is_causal)
-    first = jnp.arange(0, rows.sizes.padded(rows.rows), rows.sizes.query, dtype=jnp.int32)
-    of_blocks = ranges(first, first + rows.sizes.query)
-    places = Places(rows.places(mine, missing=-1), rows.places(theirs, missing=-2), of_blocks)
-    is_needed = (of_blocks[..., 1] > of_blocks[..., 0]).any(axis=(1, 2))
-    return every._replace(is_needed=is_needed, places=places, ranges=ranges)
+def _by_position(spec: AttentionSpec, rows: RowSelection, query_device: Array, key_device: Array) -> ChunkPairs:
+    """Returns every pair of chunks, active if some query may attend to some key."""
+    every = [(a, b) for a in range(rows.chunks) for b in range(rows.chunks)]
+    pairs = _pairs(*zip(*every, strict=True))
+    of_query, of_key = (chunk_starts(spec, device) for device in (query_device, key_device))
+    key_ranges = functools.partial(rows.key_ranges, of_query[pairs.query], of_key[pairs.key], spec.is_causal)
+    whole = key_ranges(jnp.zeros((1,), jnp.int32), jnp.full((1,), rows.num_rows, jnp.int32))
+    positions = RowPositions(rows.positions(of_query, missing=-1), rows.positions(of_key, missing=-2))
+    active = (whole[..., 1] > whole[..., 0]).any(axis=(1, 2))
+    return pairs._replace(active=active, positions=positions, key_ranges=key_ranges)

@@ -6,8 +6,7 @@ import dataclasses
 import math
 
 import jax
-import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ringjax._src.comm.layout import layout_for, layout_named
@@ -26,12 +25,7 @@ class RingPlace:
     memory_budget: int | None
     head_axis: AxisName | None
     head_shards: int
-
-    def positions(self, length: int) -> Array:
-        """Returns the position in the sequence of each of this device's `length` rows."""
-        layout, device = layout_named(self.layout), lax.axis_index(self.axis_name)
-        chunk = jnp.arange(length // layout.chunks, dtype=jnp.int32)
-        return jnp.concatenate([start + chunk for start in layout.starts(device, self.axis_size, len(chunk))])
+    platform: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +111,13 @@ class Ring:
             self.memory_budget,
             self.head_axis,
             self.size("head_axis"),
+            self.platform(),
         )
+
+    def platform(self) -> str:
+        """Returns the platform of the devices, for which `memory_budget` holds: ``"cpu"``, ``"tpu"`` or ``"cuda"``."""
+        mesh = self.resolve()
+        return _platform(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else abstract_platform(mesh)
 
     def check(self, query: Array, key: Array, value: Array, ids: Array | None) -> None:
         """Checks that global arrays can be sharded over the ring.
@@ -190,7 +190,7 @@ def check_ring_options(
 ) -> None:
     """Checks the options of a ring; `names` maps argument names, such as ``"axis_name"``, to mesh axes."""
     layout_named(layout)
-    check_choice("strategy", strategy, STRATEGIES)
+    check_choice("strategy", strategy, tuple(STRATEGIES))
     if memory_budget is not None:
         check_int("memory_budget", memory_budget)
     for name, value in names.items():
@@ -204,6 +204,16 @@ def check_ring_options(
     if len(set(used)) != len(used):
         *others, last = (f"`{name}`" for name in names)
         raise ValueError(f"{', '.join(others)} and {last} must not share a mesh axis, got {used}.")
+
+
+def abstract_platform(mesh: AbstractMesh) -> str:
+    """Returns the platform of an abstract mesh, or the default platform if the mesh does not name one."""
+    device = mesh.abstract_device
+    return _platform(jax.default_backend() if device is None else device.platform)
+
+
+def _platform(name: str) -> str:
+    return "cuda" if name in ("gpu", "cuda", "rocm") else name if name == "tpu" else "cpu"
 
 
 def axes(name: AxisName | None) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ from jaxtyping import Float
 
 from ringjax._src.api import dilated_attention
 from ringjax._src.comm.mesh import Ring
-from ringjax._src.kernels.backend import Implementation, check_backend
-from ringjax._src.kernels.kernel import BlockSizes
+from ringjax._src.kernels.dispatch import Implementation, check_implementation
+from ringjax._src.kernels.interface import BlockSizes
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import (
     check_array,
@@ -60,7 +60,7 @@ class AttentionFn:
             check_scale(self.scale)
         if self.ring is not None:
             check_instance("ring", self.ring, Ring)
-        check_backend(self.implementation, self.block_sizes)
+        check_implementation(self.implementation, self.block_sizes)
 
     # Linen passes only the keywords that this signature names, so it lists all of Flax's keywords.
     def __call__(

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.flax.self_attention import Initializer, PositionKind, check_layer, flat_initializer, self_attention
-from ringjax._src.kernels.backend import Implementation
+from ringjax._src.kernels.dispatch import Implementation
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import check_array, check_bool, check_key
 

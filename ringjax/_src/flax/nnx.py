@@ -14,7 +14,7 @@ from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode import DecodeCache
 from ringjax._src.flax.self_attention import Initializer, PositionKind, SelfAttention, check_layer, self_attention
-from ringjax._src.kernels.backend import Implementation
+from ringjax._src.kernels.dispatch import Implementation
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import check_bool, check_instance, check_key
 

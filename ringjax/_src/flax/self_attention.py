@@ -22,7 +22,7 @@ from ringjax._src.decode import DecodeCache, decode_step, prefill
 from ringjax._src.decode.cache import clipped_counts
 from ringjax._src.flax.adapter import batched
 from ringjax._src.flax.rotary import rotary, xpos
-from ringjax._src.kernels.backend import Implementation, check_backend
+from ringjax._src.kernels.dispatch import Implementation, check_implementation
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import (
     MOST_POSITIONS,
@@ -253,7 +253,7 @@ def self_attention(
     check_bool("is_causal", is_causal)
     if ring is not None:
         check_instance("ring", ring, Ring)
-    check_backend(implementation, None)
+    check_implementation(implementation, None)
     in_features = check_int("in_features", in_features, most=MOST_POSITIONS)
     num_heads, num_kv_heads = check_heads(num_heads, num_kv_heads)
     if head_dim is None and in_features % num_heads:

@@ -1,267 +1,255 @@
-"""The rows of one part of a branch against each other, on one device, in plain XLA.
+"""The implementation in plain XLA, for every platform: gathers the rows of one task at a time.
 
-Legend: ``m`` rows, ``r`` rate, ``K`` key/value heads, ``G`` query heads per key/value head, ``H`` head dim; arrays come
-in the form of `select.py`. A *task* is one head in `num` segments; its query rows stand as (m * G, H), so that a
-group shares its keys in one matrix multiply. One task is gathered at a time:
+A *task* is one head in `num` chunks. Its query rows are (m * G, H), so that the query heads of a key/value head share
+its keys in one matrix multiply:
 
-    for each task:  for each query block:  for each key block that it sees:  step
+    for each pair of chunks (packed operands):  for each task:  attend_rows
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array, lax
 
 from ringjax._src import online_softmax as softmax
 from ringjax._src.dropout import RowHashes
-from ringjax._src.kernels.rows import attend, gradients
-from ringjax._src.kernels.walk import Sight, State, Walk
+from ringjax._src.kernels.interface import AttendConfig, Backend, Grads, Operands, Residuals, RowPositions
+from ringjax._src.kernels.xla_blocks import BlockLoop, MaskInfo, State, attend_rows, attend_rows_bwd
 from ringjax._src.online_softmax import PartialSoftmax
-from ringjax._src.rows.indices import PartTable
-from ringjax._src.rows.select import Box, Columns, Windows, from_bits
+from ringjax._src.rows.selection import RowSelection
+from ringjax._src.rows.slices import ColumnSlice, WindowSlice, from_bits, to_bits
 
-_TASK_ROWS = 2048  # short segments are taken together up to about this many query rows
+_TASK_ROWS = 2048  # short chunks are taken together up to about this many query rows
 
-
-class Grads(NamedTuple):
-    """Gradients of query, key and value."""
-
-    query: Array
-    key: Array
-    value: Array
+Slice = ColumnSlice | WindowSlice
 
 
-class Inputs(NamedTuple):
-    """What a part of a branch attends over, in the form that `ringjax._src.rows.select` reads.
+def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> PartialSoftmax:
+    """Merges the attention of the selected rows into `prior`."""
+    tasks = _Tasks(operands, config, prior.lse.dtype)
 
-    Attributes:
-        query: From (B, T, K, G, H).
-        key: From (B, T, K, H).
-        value: From (B, T, K, H).
-        ids: From segment ids (B, T), or None.
-        stamps: From stamps of queries (B, T, K, G) and of keys (B, T), or None.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    ids: Array | None
-    stamps: RowHashes | None = None
-
-
-@dataclasses.dataclass(frozen=True)
-class BlockOptions:
-    """What both passes need to know besides arrays and table."""
-
-    batch: int
-    length: int
-    kv_heads: int
-    group: int
-    is_causal: bool
-    scale: float
-    divisor: int  # of the output
-    dropout_rate: float = 0.0
-
-
-def forward(
-    inputs: Inputs, prior: PartialSoftmax, table: PartTable, options: BlockOptions, *, is_first: bool, keep_rows: bool
-) -> tuple[PartialSoftmax, Array | None]:
-    """Merges a part of a branch into `prior`.
-
-    Args:
-        inputs: What to attend over.
-        prior: PartialSoftmax of earlier branches, from (B, T, K, G, H) and (B, T, K, G).
-        table: The part.
-        options: Heads, mask and scale.
-        is_first: Whether `prior` is empty, so that it need not be read.
-        keep_rows: Whether to return the part's own output rows too.
-
-    Returns:
-        The merged partial, and the part's own rows (B * segments, m, heads * G * H) or None.
-    """
-    group = options.group
-    width = inputs.query.size // (options.batch * options.length * options.kv_heads)
-    own_shape = (options.batch * table.segments, table.rows, len(table.heads) * width)
-    rows = jnp.zeros_like(prior.out, shape=own_shape) if keep_rows else None
-    walk = _walk(table, options)
-
-    def task(carry: tuple[PartialSoftmax, Array | None], at: _Task) -> tuple[PartialSoftmax, Array | None]:
-        merged, rows = carry
-        q, k, v, ids = _gather(inputs, merged.lse.dtype, at, walk, options.scale)
-        stamps = _read_stamps(inputs, at, walk)
-        part = over_rows(functools.partial(_seeing, attend, at.selected, walk), ids, stamps, q, k, v)
-        out, lse = (_cropped(x, walk, group) for x in _present(part, at, table, (0, -jnp.inf)))
-        rows = None if rows is None else at.own.write(rows, out)
-        if not is_first:
+    def run(merged: PartialSoftmax, at: _Task) -> PartialSoftmax:
+        rows = tasks.load(at)
+        part = _map_rows(functools.partial(_with_mask, attend_rows, at, tasks.loop), rows.mask, *rows.qkv)
+        out, lse = (tasks.crop(x, tasks.loop.q_per_kv) for x in tasks.without_empty(part, at, (0, -jnp.inf)))
+        if not config.is_prior_empty:
             split = (*lse.shape, -1)
-            old = PartialSoftmax(at.box.read(merged.out).reshape(split), at.box.read(merged.lse))
+            old = PartialSoftmax(at.query.read(merged.out).reshape(split), at.query.read(merged.lse))
             new = softmax.merge(old, PartialSoftmax(out.reshape(split), lse))
             out, lse = new.out.reshape(out.shape), new.lse
-        return PartialSoftmax(at.box.write(merged.out, out), at.box.write(merged.lse, lse)), rows
+        return PartialSoftmax(at.query.write(merged.out, out), at.query.write(merged.lse, lse))
 
-    return _over_tasks(task, (prior, rows), table, options)
+    merged = tasks.run(run, PartialSoftmax(*(tasks.view(x) for x in prior)))
+    return PartialSoftmax(*(x.reshape(y.shape) for x, y in zip(merged, prior, strict=True)))
 
 
-def backward(
-    inputs: Inputs,
-    out: Array,
-    lse: Array,
-    dout: Array,
-    prior: Grads,
-    table: PartTable,
-    options: BlockOptions,
-    *,
-    is_first: bool,
-    own_rows: bool,
-) -> Grads:
-    """Adds a part's gradients to `prior`, from the joint softmax.
+def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: AttendConfig) -> Grads:
+    """Adds the gradients of the selected rows to `grads`."""
+    tasks = _Tasks(operands, config, residuals.lse.dtype)
+    q_per_kv = tasks.loop.q_per_kv
+    dout, lse, delta = (tasks.view(to_bits(x)) for x in residuals[:3])
+    has_one_key = operands.rows.num_rows == 1 and config.dropout_rate == 0
+    out = tasks.view(to_bits(residuals.out)) if residuals.out is not None and has_one_key else None
 
-    Args:
-        inputs, table, options, is_first: As for `forward`.
-        out: The joint output, like the query; with `own_rows` the part's own rows, as `forward` keeps them
-            (the gradient is then that of constant mixing weights).
-        lse: The joint log-sum-exp.
-        dout: The cotangent, like the query.
-        prior: Gradients of earlier branches.
-        own_rows: What `out` is.
+    def run(sums: tuple[Array, ...], at: _Task) -> tuple[Array, ...]:
+        rows = tasks.load(at)
+        q, k, v = rows.qkv
+        dout_rows, lse_rows, delta_rows = (
+            tasks.pad(tasks.read(at.query, x, rows.ids), q_per_kv) for x in (dout, lse, delta)
+        )
+        if out is not None:
+            # Gradients of scores depend on differences of values only: with one key, they are exactly 0.
+            out_rows = tasks.pad(tasks.read(at.query, out, None), q_per_kv) - v[:, :1] / config.output_divisor
+            v, delta_rows = v - v[:, :1], softmax.delta(dout_rows, out_rows, delta.dtype)[..., None]
+        given = q, k, v, dout_rows / config.output_divisor, lse_rows[..., 0], delta_rows[..., 0]
+        found = _map_rows(functools.partial(_with_mask, attend_rows_bwd, at, tasks.loop), rows.mask, *given)
+        dq, dk, dv = tasks.without_empty(found, at, (0, 0, 0))
+        new = tasks.crop(dq * config.scale, q_per_kv), tasks.crop(dk, 1), tasks.crop(dv, 1)
+        updated = list(sums)
+        for i, where, x in zip((0, 1, len(sums) - 1), (at.query, at.key, at.value), new, strict=True):
+            updated[i] = where.write(updated[i], x if config.is_prior_empty else where.read(updated[i]) + x)
+        return tuple(updated)
 
-    Returns:
-        `prior` plus this part's gradients.
-    """
-    group, walk = options.group, _walk(table, options)
-
-    def task(grads: Grads, at: _Task) -> Grads:
-        q, k, v, ids = _gather(inputs, lse.dtype, at, walk, options.scale)
-        dout_rows = _padded(_rows(at.box, dout, lse.dtype, _read_ids(inputs, at)), walk, group)
-        out_rows = _padded(from_bits((at.own if own_rows else at.box).read(out)).astype(lse.dtype), walk, group)
-        if table.rows == 1 and options.dropout_rate == 0:
-            # gradients of scores hang on differences of values only: a query with one key has none, to the last bit
-            v, out_rows = v - v[:, :1], out_rows - v[:, :1] / options.divisor
-        delta = softmax.delta(dout_rows, out_rows, lse.dtype)  # of the undivided output, as the division cancels
-        lse_rows = softmax.for_backward(_padded(at.box.read(lse), walk, group)[..., 0])
-        joint = dout_rows / options.divisor, lse_rows, delta
-        stamps = _read_stamps(inputs, at, walk)
-        found = over_rows(functools.partial(_seeing, gradients, at.selected, walk), ids, stamps, q, k, v, *joint)
-        dq, dk, dv = _present(found, at, table, (0, 0, 0))
-        new = Grads(_cropped(dq * options.scale, walk, group), _cropped(dk, walk, 1), _cropped(dv, walk, 1))
-        sums = new if is_first else Grads(*(at.box.read(old) + x for old, x in zip(grads, new, strict=True)))
-        return Grads(*(at.box.write(old, x) for old, x in zip(grads, sums, strict=True)))
-
-    return _over_tasks(task, prior, table, options)
+    arrays = grads.query, *grads.kv
+    found = tasks.run(run, tuple(tasks.view(x) for x in arrays))
+    dq, *dkv = (x.reshape(y.shape) for x, y in zip(found, arrays, strict=True))
+    return Grads(dq, tuple(dkv))
 
 
 class _Task(NamedTuple):
-    """One head in some segments."""
+    """Where the rows of a task are, in arrays with heads and in arrays without (segment ids, hashes of keys)."""
 
-    box: Box  # in arrays of all heads
-    own: Box  # in arrays of the part's own rows
-    ids: Box  # in arrays without heads
-    selected: Array  # rows that the head selects in a segment
-
-
-def _over_tasks(task: Callable[[State, _Task], State], state: State, table: PartTable, options: BlockOptions) -> State:
-    """Runs `task` on every head of the part in every segment of the batch."""
-    heads, offsets, counts = (jnp.asarray(x) for x in (table.heads, table.offsets, table.counts))
-    num_heads, kv_heads = len(table.heads), options.kv_heads
-    is_aligned = table.is_aligned(options.length)
-    num = tasks_together(options.batch * table.segments if is_aligned else table.segments, _walk(table, options))
-
-    def body(index: Array, state: State) -> State:
-        index = jnp.asarray(index, jnp.int32)  # int64 under x64, an int without jit
-        segment, i = (index // num_heads) * num, index % num_heads
-        own, ids = Columns(segment, num, i, num_heads), Columns(segment, num, offsets[i], table.rate)
-        box: Box = Columns(segment, num, offsets[i] * kv_heads + heads[i], table.rate * kv_heads)
-        if not is_aligned:
-            row, nth = segment // table.segments, segment % table.segments
-            box = Windows(row, table.start + nth * table.segment_length, num, offsets[i], heads[i], kv_heads, table)
-            ids = box._replace(head=jnp.zeros_like(i), heads=1)  # type: ignore[assignment]
-        return task(state, _Task(box, own, ids, counts[i]))
-
-    return lax.fori_loop(0, options.batch * table.segments // num * num_heads, body, state)
+    query: Slice
+    key: Slice
+    value: Slice
+    query_ids: Slice
+    key_ids: Slice
+    num_rows: Array  # rows that the head selects
+    positions: RowPositions | None = None
+    key_ranges: Array | None = None
 
 
-def tasks_together(tasks: int, walk: Walk) -> int:
-    """How many of the tasks are taken at once: one, unless they are so short that a block holds several."""
-    if walk.sizes.padded(walk.rows) != walk.sizes.diagonal:
-        return 1
-    most = max(1, _TASK_ROWS // (walk.sizes.query * walk.group))
-    return max(n for n in range(1, most + 1) if tasks % n == 0)
+class _Rows(NamedTuple):
+    """The rows of a task, padded to whole blocks: q scaled (num, M, H), k and v (num, S, H), and what masks them."""
+
+    qkv: tuple[Array, Array, Array]
+    mask: tuple[Array | None, Array | None, RowHashes | None]  # query ids (num, M), key ids (num, S), hashes
+    ids: Array | None  # of the queries, not padded, (num, m, 1)
 
 
-def over_rows(one: Callable[..., tuple[Array, ...]], *args: Array | RowHashes | None) -> tuple[Array, ...]:
-    """Maps `one` over the leading axis; a single entry goes without a batch axis, which would keep it on one core."""
+class _Tasks:
+    """The tasks of a call: how its arrays are viewed, and the loop over them."""
+
+    def __init__(self, operands: Operands, config: AttendConfig, acc: jnp.dtype) -> None:
+        self.operands, self.rows, self.acc, self.scale = operands, operands.rows, acc, config.scale
+        self.loop = block_loop(operands.rows, operands.q_per_kv, operands.is_causal(config), config.dropout_rate)
+        arrays = operands.query, operands.kv[0], operands.kv[-1]
+        self._qkv = [self.view(to_bits(x)) for x in arrays]
+        hashes = (None, None) if operands.hashes is None else operands.hashes
+        optional = operands.query_ids, operands.key_ids, *hashes
+        self._query_ids, self._key_ids, self._query_hashes, self._key_hashes = (
+            None if x is None else self.view(x) for x in optional
+        )
+
+    def view(self, x: Array) -> Array:
+        """Reshapes an array to the three axes that slices read: (chunks, rows, ...) if packed."""
+        if self.operands.pairs is None:
+            return self.rows.dense_view(x)
+        chunks = self.operands.batch * self.operands.query.shape[1]
+        stacked = 2 if x.ndim == 5 else 1  # keys and values
+        return x.reshape(stacked * chunks, self.rows.num_rows, -1)
+
+    def load(self, at: _Task) -> _Rows:
+        """Reads the rows of a task. Padding, which may hold NaN, is replaced by 0."""
+        ids = None if self._query_ids is None else at.query_ids.read(self._query_ids)
+        key_ids = None if self._key_ids is None else at.key_ids.read(self._key_ids)
+        q, k, v = self._qkv
+        q_per_kv = self.loop.q_per_kv
+        q = self.pad(self.read(at.query, q, ids), q_per_kv) * self.scale
+        k, v = (self.pad(self.read(where, x, key_ids), 1) for where, x in ((at.key, k), (at.value, v)))
+        hashes = None
+        if self._query_hashes is not None and self._key_hashes is not None:
+            of_query, of_key = at.query.read(self._query_hashes), at.key_ids.read(self._key_hashes)
+            hashes = RowHashes(self.pad(of_query, q_per_kv)[..., 0], self.pad(of_key, 1)[..., 0])
+        padded = (None if x is None else self.pad(x, 1)[..., 0] for x in (ids, key_ids))
+        return _Rows((q, k, v), (*padded, hashes), ids)  # type: ignore[arg-type]
+
+    def read(self, where: Slice, x: Array, ids: Array | None) -> Array:
+        """Reads rows (num, m, width) in the accumulator dtype, 0 where the ids (num, m, 1) are negative."""
+        rows = from_bits(where.read(x)).astype(self.acc)
+        return rows if ids is None else jnp.where(ids >= 0, rows, 0)
+
+    def pad(self, x: Array, q_per_kv: int) -> Array:
+        """Pads rows (num, m, G * width) to whole blocks (num, M, width)."""
+        return self.loop.pad(x.reshape(x.shape[0], self.rows.num_rows * q_per_kv, -1), q_per_kv)
+
+    def crop(self, x: Array, q_per_kv: int) -> Array:
+        """Inverts `pad`."""
+        return x[:, : self.rows.num_rows * q_per_kv].reshape(x.shape[0], self.rows.num_rows, -1)
+
+    def without_empty(self, arrays: tuple[Array, ...], at: _Task, fill: tuple[float, ...]) -> tuple[Array, ...]:
+        """Replaces the results of a head that selects no row."""
+        if not self.rows.has_empty_heads:
+            return arrays
+        return tuple(jnp.where(at.num_rows > 0, x, jnp.asarray(y, x.dtype)) for x, y in zip(arrays, fill, strict=True))
+
+    def run(self, task: Callable[[State, _Task], State], state: State) -> State:
+        """Runs `task` on all tasks, one after the other."""
+        if self.operands.pairs is None:
+            return self._run_dense(task, state)
+        return self._run_packed(task, state)
+
+    def _run_dense(self, task: Callable[[State, _Task], State], state: State) -> State:
+        rows, (batch, length, kv_heads) = self.rows, self.operands.query.shape[:3]
+        num_heads = len(rows.heads)
+        num = self._together(rows.max_chunks_together(batch, length))
+
+        def body(index: Array, state: State) -> State:
+            index = jnp.asarray(index, jnp.int32)  # int64 under x64, an int without jit
+            chunk, i = (index // num_heads) * num, index % num_heads
+            at, ids = (
+                rows.head_slice(i, chunk, num, length=length, num_heads=kv_heads, has_heads=has_heads)
+                for has_heads in (True, False)
+            )
+            return task(state, _Task(at, at, at, ids, ids, jnp.asarray(rows.counts)[i]))
+
+        return lax.fori_loop(0, batch * rows.chunks // num * num_heads, body, state)
+
+    def _run_packed(self, task: Callable[[State, _Task], State], state: State) -> State:
+        pairs, tasks, counts = self.operands.pairs, self.operands.batch, self.rows.counts
+        assert pairs is not None
+        is_uniform = isinstance(counts, np.ndarray) and len(set(counts.tolist())) == 1
+        num = 1 if pairs.positions else self._together(tasks if is_uniform else self.operands.tasks_per_head)
+        ranges = None if pairs.key_ranges is None else pairs.key_ranges(*self.loop.block_rows())
+
+        def one(which: Array, index: Array, state: State) -> State:
+            entry = jnp.asarray(index, jnp.int32) * num
+            head = entry // self.operands.tasks_per_head
+            query, key = (self._packed_slice(entry, chunk[which], num) for chunk in (pairs.query, pairs.key))
+            chunks = tasks * self.operands.query.shape[1]
+            value = key._replace(segment=key.segment + (chunks if len(self.operands.kv) == 1 else 0))
+            at = _Task(query, key, value, query, key, jnp.asarray(counts)[head])
+            if pairs.positions is not None and ranges is not None:
+                of_rows = (
+                    x[chunk[which], head] for x, chunk in zip(pairs.positions, (pairs.query, pairs.key), strict=True)
+                )
+                padded = (self.loop.pad(x[None], 1, fill)[0] for x, fill in zip(of_rows, (-1, -2), strict=True))
+                at = at._replace(positions=RowPositions(*padded), key_ranges=ranges[which, head])
+            return task(state, at)
+
+        def pair(which: Array, state: State) -> State:
+            which = jnp.asarray(which, jnp.int32)
+            over_tasks = lambda state: lax.fori_loop(0, tasks // num, functools.partial(one, which), state)  # noqa: E731
+            if pairs.active is None:
+                return over_tasks(state)
+            return lax.cond(pairs.active[which], over_tasks, lambda state: state, state)
+
+        if len(pairs.query) == 1:
+            return pair(jnp.int32(0), state)
+        return lax.fori_loop(0, len(pairs.query), pair, state)
+
+    def _packed_slice(self, entry: Array, chunk: Array, num: int) -> ColumnSlice:
+        chunks, zero = self.operands.query.shape[1], jnp.zeros_like(entry)
+        if num == 1:
+            return ColumnSlice(entry * chunks + chunk, 1, zero, 1)
+        return ColumnSlice(entry * chunks, num, zero, 1, stride=chunks, nth=chunk)
+
+    def _together(self, chunks: int) -> int:
+        """Returns how many chunks are taken at once: one, unless they are so short that a block holds several."""
+        if self.loop.sizes.padded(self.rows.num_rows) != self.loop.sizes.diagonal:
+            return 1
+        most = max(1, _TASK_ROWS // (self.loop.sizes.query * self.loop.q_per_kv))
+        return max(n for n in range(1, most + 1) if chunks % n == 0)
+
+
+def block_loop(rows: RowSelection, q_per_kv: int, is_causal: bool, dropout_rate: float = 0.0) -> BlockLoop:
+    """Returns the order of the blocks for a selection."""
+    return BlockLoop(rows.blocks, rows.num_rows, q_per_kv, is_causal, rows.is_ragged, dropout_rate)
+
+
+def _map_rows(one: Callable[..., tuple[Array, ...]], *args: object) -> tuple[Array, ...]:
+    """Maps `one` over the leading axis; a single entry is not batched, as XLA:CPU would use one core for it."""
     if jax.tree.leaves(args)[0].shape[0] > 1:
         return jax.vmap(one)(*args)
     return tuple(x[None] for x in one(*jax.tree.map(lambda x: x[0], args)))
 
 
-def _seeing(
+def _with_mask(
     block: Callable[..., tuple[Array, ...]],
-    count: Array,
-    walk: Walk,
-    ids: Array | None,
-    stamps: RowHashes | None,
+    at: _Task,
+    loop: BlockLoop,
+    mask: tuple[Array | None, Array | None, RowHashes | None],
     *rows: Array,
 ) -> tuple[Array, ...]:
-    """`block` on rows that meet each other."""
-    return block(*rows, sight=Sight(count, ids, ids, stamps=stamps), walk=walk)
+    query_ids, key_ids, hashes = mask
+    info = MaskInfo(at.num_rows, query_ids, key_ids, at.positions, at.key_ranges, hashes)
+    return block(*rows, mask=info, loop=loop)
 
 
-def tiles(table: PartTable, options: BlockOptions) -> int:
-    """How many tiles a part computes, see `Walk.tiles`."""
-    return options.batch * table.segments * len(table.heads) * int(_walk(table, options).tiles())
-
-
-def _walk(table: PartTable, options: BlockOptions) -> Walk:
-    return Walk(table.sizes, table.rows, options.group, options.is_causal, table.is_ragged, options.dropout_rate)
-
-
-def _present(arrays: tuple[Array, ...], at: _Task, table: PartTable, nothing: tuple[float, ...]) -> tuple[Array, ...]:
-    """`nothing` in the place of what was computed for a head that selects no row."""
-    if not table.has_empty_heads:
-        return arrays
-    return tuple(jnp.where(at.selected > 0, x, jnp.asarray(y, x.dtype)) for x, y in zip(arrays, nothing, strict=True))
-
-
-def _gather(
-    inputs: Inputs, acc: jnp.dtype, at: _Task, walk: Walk, scale: float
-) -> tuple[Array, Array, Array, Array | None]:
-    """A task's rows, padded to whole blocks: q scaled (num, M, H), k and v (num, S, H), ids (num, S) or None."""
-    ids = _read_ids(inputs, at)
-    q = _padded(_rows(at.box, inputs.query, acc, ids), walk, walk.group) * scale
-    k, v = (_padded(_rows(at.box, x, acc, ids), walk, 1) for x in (inputs.key, inputs.value))
-    return q, k, v, None if ids is None else _padded(ids, walk, 1)[..., 0]
-
-
-def _read_ids(inputs: Inputs, at: _Task) -> Array | None:
-    return None if inputs.ids is None else at.ids.read(inputs.ids)
-
-
-def _read_stamps(inputs: Inputs, at: _Task, walk: Walk) -> RowHashes | None:
-    """A task's stamps, of queries (num, M) and of keys (num, S), or None."""
-    if inputs.stamps is None:
-        return None
-    mine, theirs = at.box.read(inputs.stamps.query), at.ids.read(inputs.stamps.key)
-    return RowHashes(_padded(mine, walk, walk.group)[..., 0], _padded(theirs, walk, 1)[..., 0])
-
-
-def _rows(box: Box, x: Array, acc: jnp.dtype, ids: Array | None) -> Array:
-    """Rows (num, m, width) in the accumulator's dtype; 0 where the ids (num, m, 1) say padding, which may hold NaN."""
-    rows = from_bits(box.read(x)).astype(acc)
-    return rows if ids is None else jnp.where(ids >= 0, rows, 0)
-
-
-def _padded(x: Array, walk: Walk, group: int) -> Array:
-    """Rows (num, m, G * width) as (num, M, width), M whole blocks."""
-    return walk.padded(x.reshape(x.shape[0], walk.rows * group, -1), group)
-
-
-def _cropped(x: Array, walk: Walk, group: int) -> Array:
-    """Rows (num, M, width) or (num, M) as (num, m, G * width)."""
-    return x[:, : walk.rows * group].reshape(x.shape[0], walk.rows, -1)
+BACKEND = Backend("xla", "xla", None, attend, attend_bwd)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 from ringjax._src.comm.layout import Layout
 from ringjax._src.online_softmax import accumulator
 from ringjax._src.pattern import Branch, selected_before
-
-if TYPE_CHECKING:
-    from ringjax._src.planning.geometry import Request
+from ringjax._src.planning.spec import AttentionSpec
 
 Moves = Literal["keys", "queries"]
 Op = Literal["collective-permute", "all-gather", "reduce-scatter"]
@@ -29,9 +28,13 @@ class Message(NamedTuple):
         """The message sent so many times as often."""
         return self._replace(number=self.number * number)
 
-    def sent(self, group: int) -> int:
+    def sent(self, ring_devices: int) -> int:
         """Bytes that leave a device."""
-        share = {"collective-permute": 1, "all-gather": group - 1, "reduce-scatter": (group - 1) / group}[self.op]
+        share = {
+            "collective-permute": 1,
+            "all-gather": ring_devices - 1,
+            "reduce-scatter": (ring_devices - 1) / ring_devices,
+        }[self.op]
         return int(self.bytes * share) * self.number
 
 
@@ -46,54 +49,71 @@ class RowBytes(NamedTuple):
     per_query: int  # one number per query row
 
 
-def row_bytes(request: Request, rows: int) -> RowBytes:
+def row_bytes(spec: AttentionSpec, rows: int) -> RowBytes:
     """For `rows` rows per key/value head in all chunks of a device and the whole batch."""
-    dtype = np.dtype(request.dtype)
+    dtype = np.dtype(spec.dtype)
     sums = accumulator(dtype).itemsize
-    width = rows * request.head_dim
+    width = rows * spec.head_dim
     own = width * dtype.itemsize
-    ids = rows * 4 if request.has_ids else 0
+    ids = rows * 4 if spec.has_ids else 0
     return RowBytes(
-        2 * own, request.group * own, ids, 2 * width * sums, request.group * width * sums, request.group * rows * sums
+        2 * own, spec.q_per_kv * own, ids, 2 * width * sums, spec.q_per_kv * width * sums, spec.q_per_kv * rows * sums
     )
 
 
-def forward_messages(request: Request, rows: int, group: int, where: str) -> tuple[Message, ...]:
-    """What a branch sends in the forward pass."""
-    size = row_bytes(request, rows)
-    if where == "all_gather":
-        return _messages(("all-gather", request.dtype, size.keys, 1), ("all-gather", "int32", size.ids, 1))
-    hops = group - 1
+def _ring_forward(spec: AttentionSpec, rows: int, ring_devices: int) -> tuple[Message, ...]:
+    size, hops = row_bytes(spec, rows), ring_devices - 1
     permute: Op = "collective-permute"
-    return _messages((permute, request.dtype, size.keys, hops), (permute, "int32", size.ids, hops))
+    return _messages((permute, spec.dtype, size.keys, hops), (permute, "int32", size.ids, hops))
 
 
-def backward_messages(request: Request, rows: int, group: int, where: str, moves: Moves) -> tuple[Message, ...]:
-    """What a branch sends in the backward pass."""
-    size = row_bytes(request, rows)
-    sums = accumulator(np.dtype(request.dtype)).name
-    if where == "all_gather":
-        back = Message("reduce-scatter", sums, group * size.key_sums, 1)
-        return (*forward_messages(request, rows, group, where), back)
+def _ring_backward(spec: AttentionSpec, rows: int, ring_devices: int, moves: Moves) -> tuple[Message, ...]:
+    size, hops = row_bytes(spec, rows), ring_devices - 1
+    sums = accumulator(np.dtype(spec.dtype)).name
     permute: Op = "collective-permute"
-    hops = group - 1
     if moves == "keys":
-        return (*forward_messages(request, rows, group, where), Message(permute, sums, size.key_sums, group))
+        return (*_ring_forward(spec, rows, ring_devices), Message(permute, sums, size.key_sums, ring_devices))
     return _messages(
-        (permute, request.dtype, 2 * size.queries, hops),
+        (permute, spec.dtype, 2 * size.queries, hops),
         (permute, sums, 2 * size.per_query, hops),
         (permute, "int32", size.ids, hops),
-        (permute, sums, size.query_sums, group),
+        (permute, sums, size.query_sums, ring_devices),
     )
 
 
-def cheaper_moves(request: Request, rows: int, group: int) -> Moves:
-    """Whether keys or queries go round in the backward pass: whichever sends fewer bytes."""
+def _gather_forward(spec: AttentionSpec, rows: int, ring_devices: int) -> tuple[Message, ...]:
+    size = row_bytes(spec, rows)
+    return _messages(("all-gather", spec.dtype, size.keys, 1), ("all-gather", "int32", size.ids, 1))
+
+
+def _gather_backward(spec: AttentionSpec, rows: int, ring_devices: int, moves: Moves) -> tuple[Message, ...]:
+    sums = accumulator(np.dtype(spec.dtype)).name
+    back = Message("reduce-scatter", sums, ring_devices * row_bytes(spec, rows).key_sums, 1)
+    return (*_gather_forward(spec, rows, ring_devices), back)
+
+
+class Sharing(NamedTuple):
+    """Messages of one way to share a segment, for a number of packed rows and of devices."""
+
+    forward: Callable[[AttentionSpec, int, int], tuple[Message, ...]]
+    backward: Callable[[AttentionSpec, int, int, Moves], tuple[Message, ...]]
+    moves: tuple[Moves, ...]  # what can move in the backward pass
+
+
+SHARING = {
+    "ring": Sharing(_ring_forward, _ring_backward, ("keys", "queries")),
+    "all_gather": Sharing(_gather_forward, _gather_backward, ("keys",)),
+}
+
+
+def cheapest_moves(spec: AttentionSpec, rows: int, ring_devices: int, where: str) -> Moves:
+    """Returns what moves in the backward pass: whichever sends fewer bytes."""
+    sharing = SHARING[where]
 
     def sent(moves: Moves) -> int:
-        return sum(m.sent(group) for m in backward_messages(request, rows, group, "ring", moves))
+        return sum(m.sent(ring_devices) for m in sharing.backward(spec, rows, ring_devices, moves))
 
-    return "keys" if sent("keys") <= sent("queries") else "queries"
+    return min(sharing.moves, key=sent)
 
 
 def pairs_per_device(branch: Branch, layout: Layout, ring_size: int, length: int, is_causal: bool) -> np.ndarray:

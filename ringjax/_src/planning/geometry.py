@@ -3,94 +3,54 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import numpy as np
 
 from ringjax._src.comm.layout import layout_named
-from ringjax._src.comm.ring_comm import StrategyName
-from ringjax._src.online_softmax import accumulator
-from ringjax._src.pattern import Branch, DilationPattern, selected_before
-from ringjax._src.rows.indices import frozen
-from ringjax._src.rows.shard import ShardRows
-from ringjax._src.rows.sizes import QUERY_ROWS, ring_query_rows, walk_sizes
+from ringjax._src.pattern import Branch, selected_before
+from ringjax._src.planning.spec import AttentionSpec
+from ringjax._src.rows.selection import RowSelection, frozen
+from ringjax._src.rows.sizes import xla_block_sizes
 
 
-class Request(NamedTuple):
-    """What a plan is made for; `group` is the number of query heads per key/value head."""
-
-    pattern: DilationPattern
-    seq_len: int
-    stored_length: int
-    batch: int
-    kv_heads: int
-    group: int
-    head_dim: int
-    ring_size: int
-    layout: str
-    is_causal: bool
-    dtype: str
-    strategy: StrategyName
-    memory_budget: int | None
-    has_ids: bool
-    head_shards: int
-
-    @property
-    def shard_length(self) -> int:
-        """Positions per device."""
-        return self.stored_length // self.ring_size
-
-    @property
-    def chunk_length(self) -> int:
-        """Positions per chunk of the layout."""
-        return self.stored_length // layout_named(self.layout).multiple(self.ring_size)
-
-    @property
-    def query_rows(self) -> int:
-        """Most rows of a query block."""
-        heads = self.kv_heads * self.group // self.head_shards
-        size = self.batch * self.shard_length * heads * self.head_dim * accumulator(np.dtype(self.dtype)).itemsize
-        return QUERY_ROWS if self.ring_size == 1 else ring_query_rows(size, self.ring_size)
-
-
-def branches_of(request: Request) -> list[Branch]:
+def branches_of(spec: AttentionSpec) -> list[Branch]:
     """The branches, with a segment that holds the whole sequence extended over its padding."""
-    longest = lambda b: b.segment_length == request.seq_len  # noqa: E731
-    branches = request.pattern.branches(request.kv_heads, request.seq_len)
-    return [b._replace(segment_length=request.stored_length) if longest(b) else b for b in branches]
+    longest = lambda b: b.segment_length == spec.seq_len  # noqa: E731
+    branches = spec.pattern.branches(spec.kv_heads, spec.seq_len)
+    return [b._replace(segment_length=spec.stored_length) if longest(b) else b for b in branches]
 
 
-def is_local(request: Request, branch: Branch) -> bool:
+def is_local(spec: AttentionSpec, branch: Branch) -> bool:
     """Whether segments lie within chunks, so that no device needs another's keys."""
-    return request.ring_size == 1 or request.chunk_length % branch.segment_length == 0
+    return spec.ring_size == 1 or spec.chunk_length % branch.segment_length == 0
 
 
-def unmet_segment_rules(request: Request, branch: Branch) -> list[str]:
+def unmet_segment_rules(spec: AttentionSpec, branch: Branch) -> list[str]:
     """What keeps the segments of a branch from being shared by groups of devices."""
-    chunk, p, w = request.chunk_length, request.ring_size, branch.segment_length
+    chunk, p, w = spec.chunk_length, spec.ring_size, branch.segment_length
     spans = w // chunk
     rules = {
         f"segments of {w} must consist of whole chunks of {chunk}": w % chunk == 0,
-        f"segments of {w} must divide the stored length {request.stored_length}": request.stored_length % w == 0,
+        f"segments of {w} must divide the stored length {spec.stored_length}": spec.stored_length % w == 0,
         f"the {spans} chunks of a segment must divide the {p} devices": spans > p or spans == 0 or p % spans == 0,
     }
     return [rule for rule, holds in rules.items() if not holds]
 
 
-def unmet_rate_rule(request: Request, branch: Branch) -> list[str]:
+def unmet_rate_rule(spec: AttentionSpec, branch: Branch) -> list[str]:
     """What keeps a head from selecting the same rows of every chunk."""
-    chunk, rate = request.chunk_length, branch.rate
+    chunk, rate = spec.chunk_length, branch.rate
     return [f"chunks of {chunk} must be a multiple of the rate {rate}"] if chunk % rate else []
 
 
-def aligned_length(request: Request) -> int | None:
+def aligned_length(spec: AttentionSpec) -> int | None:
     """The least stored length, at most twice what is stored, at which every branch takes the fast path, if any."""
-    multiple = layout_named(request.layout).multiple(request.ring_size)
-    inner = [b for b in branches_of(request) if b.segment_length <= request.chunk_length]
+    multiple = layout_named(spec.layout).multiple(spec.ring_size)
+    inner = [b for b in branches_of(spec) if b.segment_length <= spec.chunk_length]
     step = math.lcm(*(b.segment_length for b in inner))
-    first = -(-request.chunk_length // step)
-    for chunk in range(first * step, min(2 * request.chunk_length, (first + 4096) * step), step):
-        longer = request._replace(stored_length=chunk * multiple)
+    first = -(-spec.chunk_length // step)
+    for chunk in range(first * step, min(2 * spec.chunk_length, (first + 4096) * step), step):
+        longer = spec._replace(stored_length=chunk * multiple)
         branches = branches_of(longer)
         unmet = [rule(longer, b) for b in branches if not is_local(longer, b) for rule in _RULES]
         if not any(unmet):
@@ -101,28 +61,68 @@ def aligned_length(request: Request) -> int | None:
 _RULES = (unmet_segment_rules, unmet_rate_rule)
 
 
-def shard_rows(request: Request, number: int, branch: Branch) -> tuple[ShardRows, int]:
-    """The rows of a branch that leave the device, and the devices that share its segments."""
-    layout, p, w, r = layout_named(request.layout), request.ring_size, branch.segment_length, branch.rate
-    chunk, segment_rules = request.chunk_length, unmet_segment_rules(request, branch)
-    is_aligned = not segment_rules and not unmet_rate_rule(request, branch)
+def local_selections(spec: AttentionSpec, number: int, branch: Branch) -> tuple[RowSelection, ...]:
+    """Returns the selections of a branch that sends nothing: its whole segments, and its shorter last one."""
+    selections = []
+    whole, rest = divmod(spec.shard_length, branch.segment_length)
+    for first, segments, length in ((0, whole, branch.segment_length), (spec.shard_length - rest, 1, rest)):
+        counts = branch.rows(length) if segments and length else []
+        heads = [i for i, count in enumerate(counts) if count]
+        if not heads:
+            continue  # no such segment, or no head selects anything in it
+        if spec.head_shards > 1:
+            heads = list(range(len(counts)))
+        rate = min(branch.rate, length)  # beyond that a head has its one row or none
+        num_rows = -(-length // rate)
+        blocks = xla_block_sizes(num_rows, spec.q_per_kv, spec.query_block_rows)
+        selections.append(
+            RowSelection(
+                branch=number,
+                segment_length=length,
+                rate=rate,
+                first=first,
+                chunks=segments,
+                chunk_length=length,
+                num_rows=num_rows,
+                is_aligned=num_rows * rate == length,
+                heads=frozen(branch.first_head + i for i in heads),
+                offsets=frozen(min(branch.offsets[i], rate - 1) for i in heads),
+                counts=frozen(counts[i] for i in heads),
+                blocks=blocks,
+                is_ragged=any(counts[i] != blocks.padded(num_rows) for i in heads),
+                has_empty_heads=any(counts[i] == 0 for i in heads),
+            )
+        )
+    return tuple(selections)
+
+
+def shared_selection(spec: AttentionSpec, number: int, branch: Branch) -> tuple[RowSelection, int]:
+    """Returns the selection of a branch whose segments several devices share, and how many devices."""
+    layout, p, w, r = layout_named(spec.layout), spec.ring_size, branch.segment_length, branch.rate
+    chunk, segment_rules = spec.chunk_length, unmet_segment_rules(spec, branch)
+    is_aligned = not segment_rules and not unmet_rate_rule(spec, branch)
     counts = branch.rows(w)
-    heads = [i for i, count in enumerate(counts) if count or request.head_shards > 1]
+    heads = [i for i, count in enumerate(counts) if count or spec.head_shards > 1]
     begins = np.arange(layout.multiple(p) + 1)[:, None] * chunk
     offset, count = np.array(branch.offsets)[None, :], np.array(counts)[None, :]
     ranks = selected_before(begins, w, r, offset, count)
-    rows = int(np.diff(ranks, axis=0).max(initial=0))
-    shard = ShardRows(
+    num_rows = int(np.diff(ranks, axis=0).max(initial=0))
+    block_rows = num_rows if is_aligned else min(num_rows, max(256, *counts))
+    blocks = xla_block_sizes(block_rows, spec.q_per_kv, spec.query_block_rows)
+    selection = RowSelection(
         branch=number,
         segment_length=w,
         rate=r,
+        first=0,
         chunks=layout.chunks,
         chunk_length=chunk,
-        rows=rows,
+        num_rows=num_rows,
         is_aligned=is_aligned,
         heads=frozen(branch.first_head + i for i in heads),
         offsets=frozen(branch.offsets[i] for i in heads),
         counts=frozen(counts[i] for i in heads),
-        sizes=walk_sizes(rows if is_aligned else min(rows, max(256, *counts)), request.group, request.query_rows),
+        blocks=blocks,
+        is_ragged=blocks.padded(num_rows) != num_rows,
+        has_empty_heads=False,
     )
-    return shard, p if segment_rules else min(w // chunk, p)
+    return selection, p if segment_rules else min(w // chunk, p)

@@ -1,28 +1,30 @@
 """Execution plans for dilated attention on a ring: where each branch runs and its cost.
 
-The ring implementation executes these plans: it reads where a branch runs, its devices, its tables and its messages
-from here when a program is traced.
+Attention calls execute these plans: when a program is traced, each branch reads from its plan where it runs, its
+devices, its row selections and its messages.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+import threading
+import weakref
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.typing import DTypeLike
 
 from ringjax._src.comm.layout import layout_for, layout_named
 from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
-from ringjax._src.kernels.backend import TARGETS, Case
+from ringjax._src.kernels.dispatch import BACKENDS, TARGETS
+from ringjax._src.kernels.interface import Case
 from ringjax._src.pattern import Branch, DilationPattern
 from ringjax._src.planning import costs, geometry
 from ringjax._src.planning.costs import Message, Moves
-from ringjax._src.planning.geometry import Request
 from ringjax._src.planning.memory import PLATFORMS, Memory, Platform, predicted_memory
-from ringjax._src.rows.indices import PartTable, branch_tables, memoized
-from ringjax._src.rows.shard import ShardRows
+from ringjax._src.planning.spec import AttentionSpec
+from ringjax._src.rows.selection import RowSelection
 from ringjax._src.validation import (
     MOST_DEVICES,
     check_bool,
@@ -35,6 +37,7 @@ from ringjax._src.validation import (
 
 _LATENCY_BYTES = 256 * 1024  # a hop of fewer bytes takes about as long as an empty one
 _LONG_MESSAGE = 2**19  # bytes; cutting longer messages costs no time
+_PLANNED = AttentionSpec._fields[: AttentionSpec._fields.index("axis_name")]  # the rest does not affect a plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,56 +49,55 @@ class BranchPlan:
         rate: Dilation rate.
         where: ``"local"`` if no device needs keys of other devices; ``"ring"`` if keys (or queries) rotate;
             ``"all_gather"`` if keys are gathered once.
-        group: Number of devices that share a segment, which form one ring.
+        ring_devices: Number of devices that share a segment, which form one ring.
         is_aligned: Whether all chunks select the same rows in this branch, which is the fast path.
         advice: How to make the branch aligned, or an empty string.
-        rows: Number of rows selected on a device, summed over its heads, per batch entry.
+        num_rows: Number of rows selected on a device, summed over its heads, per batch entry.
         pieces: Number of parts in which the heads are sent one after the other. Large messages are split to save
             memory.
         moves: What rotates in the backward pass.
         forward: Messages of the forward pass.
         backward: Messages of the backward pass.
-        request: The configuration that was planned.
-        selection: The branch and its heads.
-        tables: Row tables of a local branch.
-        shard: Row tables of a branch that needs keys of other devices.
+        spec: The attention call that was planned.
+        branch: Segment length, rate and heads of the branch.
+        selections: The rows that a device selects: whole segments and shorter last segment of a local branch, or the
+            chunks of a device.
 
     Example:
         >>> import ringjax as rj
         >>> pattern = rj.DilationPattern((64,), (4,))
         >>> branch = rj.plan(pattern, seq_len=64, num_heads=4, head_dim=8, ring_size=2, is_causal=True).branches[0]
-        >>> branch.group, branch.rows, branch.hops, branch.balance
+        >>> branch.ring_devices, branch.num_rows, branch.hops, branch.balance
         (2, 32, 1, 1.4705882352941178)
     """
 
     segment_length: int
     rate: int
-    where: Literal["local", "ring", "all_gather"]
-    group: int
+    where: str
+    ring_devices: int
     is_aligned: bool
     advice: str
-    rows: int
+    num_rows: int
     pieces: int
     moves: Moves
     forward: tuple[Message, ...]
     backward: tuple[Message, ...]
-    request: Request = dataclasses.field(repr=False)
-    selection: Branch = dataclasses.field(repr=False)
-    tables: tuple[PartTable, ...] = dataclasses.field(repr=False, compare=False)
-    shard: ShardRows | None = dataclasses.field(repr=False, compare=False)
+    spec: AttentionSpec = dataclasses.field(repr=False)
+    branch: Branch = dataclasses.field(repr=False)
+    selections: tuple[RowSelection, ...] = dataclasses.field(repr=False, compare=False)
 
     @functools.cached_property
     def flops(self) -> tuple[float, ...]:
         """FLOPs of each device in the forward pass."""
-        r = self.request
+        r = self.spec
         layout = layout_named(r.layout)
-        pairs = costs.pairs_per_device(self.selection, layout, r.ring_size, r.stored_length, r.is_causal)
-        return tuple((4.0 * r.batch * r.head_dim * r.group / r.head_shards * pairs).tolist())
+        pairs = costs.pairs_per_device(self.branch, layout, r.ring_size, r.stored_length, r.is_causal)
+        return tuple((4.0 * r.batch * r.head_dim * r.q_per_kv / r.head_shards * pairs).tolist())
 
     @property
     def hops(self) -> int:
         """Number of hops of each piece of the keys in the forward pass."""
-        return self.group - 1 if self.where == "ring" else 0
+        return self.ring_devices - 1 if self.where == "ring" else 0
 
     @property
     def balance(self) -> float:
@@ -108,16 +110,19 @@ class BranchPlan:
 
         Assumes GPUs of compute capability 8.0 or later, default block sizes and segment ids that fit int32.
         """
-        r = self.request
-        rows = [table.rows for table in self.tables] if self.shard is None else [self.shard.rows]
-        cases = [Case(r.dtype, r.head_dim, n, r.group) for n in rows]
-        reasons = {target: [case.misfit(target) for case in cases] for target in TARGETS}
-        usual = "pallas" if rows else "there is nothing to compute"
-        return {target: next(filter(None, found), usual) for target, found in reasons.items()}
+        r = self.spec
+        cases = [Case(r.dtype, r.head_dim, rows.num_rows, r.q_per_kv) for rows in self.selections]
+        usual = "pallas" if cases else "there is nothing to compute"
+        found: dict[str, str] = {}
+        for target in TARGETS:
+            limits = BACKENDS[target].limits
+            assert limits is not None
+            found[target] = next(filter(None, (limits.unsupported(target, case) for case in cases)), usual)
+        return found
 
     def sent(self, messages: tuple[Message, ...]) -> int:
         """Returns the number of bytes that each device sends for these messages."""
-        return sum(m.sent(self.group) for m in messages)
+        return sum(m.sent(self.ring_devices) for m in messages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +130,7 @@ class Plan:
     """Execution plan and estimated cost of a pattern on a ring. Printing it shows a table.
 
     Attributes:
-        request: The configuration that was planned.
+        spec: The attention call that was planned.
         branches: One plan per branch.
         forward_memory: Estimated bytes per device of the forward pass in plain XLA: arguments, outputs and temporaries.
             See `memory` for the kernels.
@@ -138,7 +143,7 @@ class Plan:
         1.0
     """
 
-    request: Request
+    spec: AttentionSpec
     branches: tuple[BranchPlan, ...]
     forward_memory: int
     gradient_memory: int
@@ -165,22 +170,21 @@ class Plan:
             >>> p.memory("cpu") == (p.forward_memory, p.gradient_memory)
             True
         """
-        return predicted_memory(self.request, self.branches, check_choice("platform", platform, PLATFORMS))
+        return predicted_memory(self.spec, self.branches, check_choice("platform", platform, PLATFORMS))
 
     @property
     def aligned_length(self) -> int | None:
         """Smallest stored length at which every branch takes the fast path, or None if it is over twice as long."""
-        return geometry.aligned_length(self.request)
+        return geometry.aligned_length(self.spec)
 
     @property
     def nbytes(self) -> int:
-        """Size of the row tables in bytes."""
-        shards = [b.shard for b in self.branches if b.shard is not None]
-        return sum(table.nbytes for b in self.branches for table in b.tables) + sum(x.nbytes for x in shards)
+        """Size of the row selections in bytes."""
+        return sum(rows.nbytes for branch in self.branches for rows in branch.selections)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plan as JSON-serializable data."""
-        skipped = {"request", "selection", "tables", "shard"}
+        skipped = {"spec", "branch", "selections"}
         branches = []
         for branch in self.branches:
             fields = {f.name: getattr(branch, f.name) for f in dataclasses.fields(branch) if f.name not in skipped}
@@ -189,9 +193,9 @@ class Plan:
                 fields[name] = [m._asdict() for m in fields[name]]
             made = {name: getattr(branch, name) for name in ("hops", "balance", "kernels")}
             branches.append({**fields, "flops": list(branch.flops), **made})
-        request = {**self.request._asdict(), "pattern": repr(self.request.pattern)}
+        call = {name: getattr(self.spec, name) for name in _PLANNED} | {"pattern": repr(self.spec.pattern)}
         return {
-            **request,
+            **call,
             "branches": branches,
             "balance": self.balance,
             "forward_memory": self.forward_memory,
@@ -204,58 +208,98 @@ class Plan:
         return plan_table(self)
 
 
-def make_plan(request: Request) -> Plan:
-    """Returns the plan for a validated request, from the pattern cache."""
-    return memoized(request, _make_plan)
+def make_plan(spec: AttentionSpec) -> Plan:
+    """Returns the plan for a validated spec, from the pattern cache."""
+    with _lock:  # so that threads share entries
+        return _make_plan(spec)
 
 
-def _make_plan(request: Request) -> Plan:
-    branches = tuple(_branch_plan(request, *numbered) for numbered in enumerate(geometry.branches_of(request)))
-    return Plan(request, branches, *predicted_memory(request, branches))
+@functools.lru_cache(maxsize=256)
+def _make_plan(spec: AttentionSpec) -> Plan:
+    branches = tuple(_branch_plan(spec, *numbered) for numbered in enumerate(geometry.branches_of(spec)))
+    plan = _cached[spec] = Plan(spec, branches, *predicted_memory(spec, branches, "cpu"))
+    return plan
 
 
-def _branch_plan(request: Request, number: int, branch: Branch) -> BranchPlan:
-    make = functools.partial(BranchPlan, branch.segment_length, branch.rate, request=request, selection=branch)
-    if not any(branch.rows(branch.segment_length)):  # no head selects anything
-        return make("local", 1, True, "", 0, 1, "keys", (), (), tables=(), shard=None)
-    if geometry.is_local(request, branch):
-        every = request.head_shards > 1
-        tables = branch_tables(
-            branch,
-            number,
-            request.shard_length,
-            request.group,
-            with_empty_heads=every,
-            query_rows=request.query_rows,
-        )
-        rows = sum(int(t.counts.sum()) * t.segments for t in tables) // request.head_shards
-        return make("local", 1, True, "", rows, 1, "keys", (), (), tables=tables, shard=None)
-    shard, group = geometry.shard_rows(request, number, branch)
-    unmet = geometry.unmet_segment_rules(request, branch) + geometry.unmet_rate_rule(request, branch)
-    advice = "; ".join(unmet)
-    rows = len(shard.heads) // request.head_shards * shard.chunks * shard.rows
-    where = _strategy(request, request.batch * rows, group)
-    pieces = _pieces(request, request.batch * rows, len(shard.heads) // request.head_shards)
-    piece_rows = request.batch * rows // pieces
-    moves: Moves = "keys" if where == "all_gather" else costs.cheaper_moves(request, piece_rows, group)
-    forward = costs.forward_messages(request, piece_rows, group, where)
-    backward = costs.backward_messages(request, piece_rows, group, where, moves)
+_lock = threading.Lock()
+_cached: weakref.WeakValueDictionary[AttentionSpec, Plan] = weakref.WeakValueDictionary()  # to count bytes
+
+
+class CacheInfo(NamedTuple):
+    """Statistics of the pattern cache, see `pattern_cache_info`.
+
+    Attributes:
+        hits: Lookups that found an entry.
+        misses: Lookups that built an entry.
+        entries: Number of entries.
+        bytes: Total size of the arrays of all entries.
+    """
+
+    hits: int
+    misses: int
+    entries: int
+    bytes: int
+
+
+def pattern_cache_info() -> CacheInfo:
+    """Returns hits, misses, number of entries and size in bytes of the pattern cache.
+
+    Example:
+        >>> import ringjax as rj
+        >>> rj.pattern_cache_clear()
+        >>> rj.pattern_cache_info()
+        CacheInfo(hits=0, misses=0, entries=0, bytes=0)
+    """
+    hits, misses, _, entries = _make_plan.cache_info()
+    return CacheInfo(hits, misses, entries, sum(plan.nbytes for plan in _cached.values()))
+
+
+def pattern_cache_clear() -> None:
+    """Clears the pattern cache and resets its statistics.
+
+    Example:
+        >>> import ringjax as rj
+        >>> rj.pattern_cache_clear()
+        >>> rj.pattern_cache_info().entries
+        0
+    """
+    _make_plan.cache_clear()
+    _cached.clear()
+
+
+def _branch_plan(spec: AttentionSpec, number: int, branch: Branch) -> BranchPlan:
+    make = functools.partial(BranchPlan, branch.segment_length, branch.rate, spec=spec, branch=branch)
+    if geometry.is_local(spec, branch) or not any(branch.rows(branch.segment_length)):
+        selections = geometry.local_selections(spec, number, branch)
+        num_rows = sum(int(x.counts.sum()) * x.chunks for x in selections) // spec.head_shards
+        return make("local", 1, True, "", num_rows, 1, "keys", (), (), selections=selections)
+    selection, devices = geometry.shared_selection(spec, number, branch)
+    advice = "; ".join(geometry.unmet_segment_rules(spec, branch) + geometry.unmet_rate_rule(spec, branch))
+    heads = len(selection.heads) // spec.head_shards
+    num_rows = heads * selection.chunks * selection.num_rows
+    where = _strategy(spec, spec.batch * num_rows, devices)
+    pieces = _pieces(spec, spec.batch * num_rows, heads)
+    piece_rows = spec.batch * num_rows // pieces
+    moves = costs.cheapest_moves(spec, piece_rows, devices, where)
+    forward = costs.SHARING[where].forward(spec, piece_rows, devices)
+    backward = costs.SHARING[where].backward(spec, piece_rows, devices, moves)
     forward, backward = (tuple(m.times(pieces) for m in messages) for messages in (forward, backward))
-    return make(where, group, shard.is_aligned, advice, rows, pieces, moves, forward, backward, tables=(), shard=shard)
+    planned = where, devices, selection.is_aligned, advice, num_rows, pieces, moves, forward, backward
+    return make(*planned, selections=(selection,))
 
 
-def _strategy(request: Request, rows: int, group: int) -> Literal["ring", "all_gather"]:
-    if request.strategy != "auto":
-        return request.strategy
-    size = costs.row_bytes(request, rows)
-    is_latency_bound = group > 2 and size.keys <= _LATENCY_BYTES
-    room = np.inf if request.memory_budget is None else request.memory_budget / 8
-    return "all_gather" if is_latency_bound and group * (size.keys + size.key_sums) <= room else "ring"
+def _strategy(spec: AttentionSpec, rows: int, ring_devices: int) -> str:
+    if spec.strategy != "auto":
+        return spec.strategy
+    size = costs.row_bytes(spec, rows)
+    is_latency_bound = ring_devices > 2 and size.keys <= _LATENCY_BYTES
+    room = np.inf if spec.memory_budget is None else spec.memory_budget / 8
+    return "all_gather" if is_latency_bound and ring_devices * (size.keys + size.key_sums) <= room else "ring"
 
 
-def _pieces(request: Request, rows: int, heads: int) -> int:
+def _pieces(spec: AttentionSpec, rows: int, heads: int) -> int:
     """Returns the number of equal parts in which the heads are sent: as many as keep messages long."""
-    size = costs.row_bytes(request, rows).keys
+    size = costs.row_bytes(spec, rows).keys
     return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or size // n >= _LONG_MESSAGE))
 
 
@@ -276,6 +320,7 @@ def plan(
     memory_budget: int | None = None,
     has_segment_ids: bool = False,
     head_shards: int = 1,
+    platform: Platform = "cpu",
 ) -> Plan:
     """Plans dilated attention on a ring of devices and estimates its cost. Print the result to read it.
 
@@ -295,6 +340,7 @@ def plan(
         memory_budget: Bytes available on each device for attention and its gradient, or None for no limit.
         has_segment_ids: Whether segment ids are sent with the keys.
         head_shards: Number of devices that share the heads.
+        platform: ``"cpu"``, ``"tpu"`` or ``"cuda"``: the platform on which `memory_budget` must suffice.
 
     Returns:
         The plan.
@@ -302,7 +348,7 @@ def plan(
     Raises:
         ValueError: If a size is below 1, `num_heads` is not a multiple of `num_kv_heads`, the key/value heads do not
             divide evenly over `head_shards`, `stored_length` is below `seq_len` or not a multiple of the number of
-            chunks, `layout`, `strategy` or `dtype` is unknown, or no strategy fits `memory_budget`.
+            chunks, `layout`, `strategy`, `dtype` or `platform` is unknown, or no strategy fits `memory_budget`.
         NotImplementedError: If a pattern with ``heads="split"`` is combined with `head_shards` above 1.
 
     Example:
@@ -325,20 +371,20 @@ def plan(
             f"key/value heads must divide evenly over the `head_shards` devices of `head_axis`, got {kv_heads} heads "
             f"over {head_shards} devices."
         )
-    check_choice("strategy", strategy, STRATEGIES)
+    check_choice("strategy", strategy, tuple(STRATEGIES))
     layout = layout_for(layout, ring_size)
     multiple = layout_named(layout).multiple(ring_size)
     least = -(-seq_len // multiple) * multiple
     stored = least if stored_length is None else check_int("stored_length", stored_length)
     if stored < seq_len or stored % multiple:
         raise ValueError(f"`stored_length` must be a multiple of {multiple} and at least {seq_len}, got {stored}.")
-    request = Request(
+    spec = AttentionSpec(
         pattern=pattern,
         seq_len=seq_len,
         stored_length=stored,
         batch=batch,
         kv_heads=kv_heads,
-        group=num_heads // kv_heads,
+        q_per_kv=num_heads // kv_heads,
         head_dim=head_dim,
         ring_size=ring_size,
         layout=layout,
@@ -348,28 +394,30 @@ def plan(
         memory_budget=budget,
         has_ids=has_segment_ids or stored > seq_len,
         head_shards=head_shards,
+        platform=check_choice("platform", platform, PLATFORMS),
     )
-    return checked_plan(request)
+    return checked_plan(spec)
 
 
-def checked_plan(request: Request) -> Plan:
-    """Returns the plan for a request.
+def checked_plan(spec: AttentionSpec) -> Plan:
+    """Returns the plan for a spec.
 
     Raises:
-        ValueError: If the memory budget is too small for every strategy that the request allows.
+        ValueError: If the memory budget is too small for every strategy that the spec allows.
         NotImplementedError: If heads are sharded in a pattern with ``heads="split"``.
     """
-    if request.pattern.heads == "split" and request.head_shards > 1:
+    if spec.pattern.heads == "split" and spec.head_shards > 1:
         raise NotImplementedError('`heads="split"` does not support heads sharded over a mesh axis.')
-    made = make_plan(request)
-    budget = request.memory_budget
-    if budget is not None and made.gradient_memory > budget:
-        least = make_plan(request._replace(strategy="ring"))
-        if least.gradient_memory <= budget and request.strategy == "auto":
+    made = make_plan(spec)
+    budget = spec.memory_budget
+    needed = lambda plan: plan.memory(spec.platform).gradient  # noqa: E731
+    if budget is not None and needed(made) > budget:
+        least = make_plan(spec._replace(strategy="ring"))
+        if needed(least) <= budget and spec.strategy == "auto":
             return least
         raise ValueError(
-            f"`memory_budget` must be at least {least.gradient_memory} bytes per device for this attention and its "
-            f"gradient on a ring of {request.ring_size} with strategy='ring', got {budget}; a larger ring, a smaller "
-            "batch or heads sharded over `head_axis` need less."
+            f"`memory_budget` must be at least {needed(least)} bytes per device for this attention and its gradient on "
+            f"{spec.platform} on a ring of {spec.ring_size} with strategy='ring', got {budget}; a larger ring, a "
+            "smaller batch or heads sharded over `head_axis` need less."
         )
     return made

@@ -17,7 +17,7 @@ _WIDTH = 120
 
 def plan_table(plan: Plan, *, has_caption: bool = True) -> str:
     """Formats a plan as a table of at most 120 columns, with notes on memory and slow branches in the caption."""
-    request = plan.request
+    spec = plan.spec
     caption = _caption(plan) if has_caption else None
     table = Table(title=_title(plan), title_justify="left", title_style="", caption=caption)
     table.caption_justify, table.caption_style = "left", ""
@@ -43,7 +43,7 @@ def plan_table(plan: Plan, *, has_caption: bool = True) -> str:
         table.add_row(
             "all",
             "",
-            str(request.ring_size),
+            str(spec.ring_size),
             "",
             "",
             *map(bytes_text, sent),
@@ -61,8 +61,8 @@ def _messages(plan: Plan) -> tuple[list[tuple[Message, ...]], list[tuple[Message
 
 
 def _title(plan: Plan) -> str:
-    r = plan.request
-    heads = f"{r.kv_heads * r.group} heads" + (f" ({r.kv_heads} key/value)" if r.group > 1 else "")
+    r = plan.spec
+    heads = f"{r.kv_heads * r.q_per_kv} heads" + (f" ({r.kv_heads} key/value)" if r.q_per_kv > 1 else "")
     causal = "causal" if r.is_causal else "not causal"
     padded = "" if r.stored_length == r.seq_len else f" (stored as {r.stored_length:,})"
     return (
@@ -77,8 +77,8 @@ def _caption(plan: Plan) -> str:
         f"{bytes_text(plan.gradient_memory)} with gradient. FLOPs: forward, busiest device.",
     ]
     for branch in plan.branches:
-        used = len(set(branch.selection.offsets))
-        if branch.selection.num_heads and used < branch.rate:
+        used = len(set(branch.branch.offsets))
+        if branch.branch.num_heads and used < branch.rate:
             lines.append(f"{branch.segment_length}/{branch.rate}: the heads use {used} of {branch.rate} residues.")
         if branch.advice:
             name = f"{branch.segment_length}/{branch.rate}"
@@ -92,7 +92,7 @@ def _caption(plan: Plan) -> str:
         lines.append(
             f"All branches take the fast path at a stored length of {length:,}: to_layout(..., length={length})."
         )
-    if plan.request.is_causal and plan.balance > 1.05 and plan.request.layout == "contiguous":
+    if plan.spec.is_causal and plan.balance > 1.05 and plan.spec.layout == "contiguous":
         lines.append('The work is unevenly distributed: layout="zigzag" balances causal work.')
     return "\n".join(lines)
 
@@ -103,9 +103,9 @@ def _row(branch: BranchPlan) -> tuple[str, ...]:
     return (
         f"{branch.segment_length}/{branch.rate}",
         branch.where + ("" if branch.is_aligned else " (by position)"),
-        str(branch.group),
+        str(branch.ring_devices),
         f"{branch.hops}{pieces}" if branch.where != "local" else "",
-        "" if branch.where == "local" else f"{branch.rows // branch.pieces:,}",
+        "" if branch.where == "local" else f"{branch.num_rows // branch.pieces:,}",
         bytes_text(branch.sent(branch.forward)),
         bytes_text(branch.sent(branch.backward)),
         moves,

@@ -1,1 +1,1 @@
-"""Row selection: which rows a branch selects, and how to gather and scatter them."""
+"""Row selections: which rows of its chunks a device selects in a branch, and how to read and write them."""

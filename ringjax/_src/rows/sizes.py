@@ -6,7 +6,7 @@ import dataclasses
 
 
 @dataclasses.dataclass(frozen=True)
-class WalkSizes:
+class XlaBlockSizes:
     """Rows per block, counted in key rows (a query block has `query` times the query heads of a group).
 
     Each size divides the one before it: a query block meets the keys before it in blocks of `key` rows, and
@@ -45,16 +45,16 @@ def ring_query_rows(shard_bytes: int, ring_size: int) -> int:
     return 1024 if ring_size <= 4 or shard_bytes >= 4 * 2 * 1024 * _KEY_ROWS * 4 else 512
 
 
-def walk_sizes(rows: int, group: int, query_rows: int = QUERY_ROWS) -> WalkSizes:
+def xla_block_sizes(rows: int, group: int, query_rows: int = QUERY_ROWS) -> XlaBlockSizes:
     """Sizes for segments of `rows` selected rows and `group` query heads per key/value head, with little padding.
 
     A query block has at most about `query_rows` rows, over all heads of the group.
 
     Example:
-        >>> walk_sizes(2048, 1)
-        WalkSizes(query=2048, key=512, diagonal=256)
-        >>> walk_sizes(300, 1)
-        WalkSizes(query=304, key=304, diagonal=152)
+        >>> xla_block_sizes(2048, 1)
+        XlaBlockSizes(query=2048, key=512, diagonal=256)
+        >>> xla_block_sizes(300, 1)
+        XlaBlockSizes(query=304, key=304, diagonal=152)
     """
     largest_step = min(_STEP_ROWS, max(64, query_rows // group))
     steps = -(-rows // largest_step)
@@ -63,4 +63,4 @@ def walk_sizes(rows: int, group: int, query_rows: int = QUERY_ROWS) -> WalkSizes
     step = -(-rows // (blocks * steps))
     step = step if steps == blocks == 1 else -(-step // 8) * 8
     keys = max(d for d in range(1, steps + 1) if steps % d == 0 and (d == 1 or d * step <= _KEY_ROWS))
-    return WalkSizes(steps * step, keys * step, step)
+    return XlaBlockSizes(steps * step, keys * step, step)

@@ -10,25 +10,37 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from ringjax._src.kernels.blocks import Blocks, KernelConfig, flat, kernel_config, num_pairs, pair_ranges, strided_rows
+from ringjax._src.kernels.cpu import build
+from ringjax._src.kernels.interface import AttendConfig, Backend, Grads, Limits, Operands, Residuals
 from ringjax._src.kernels.platform import on_its_platform
-from ringjax._src.kernels.strided import How, Joint, Rows
 from ringjax._src.online_softmax import PartialSoftmax
 
-KEY_ROWS = 64  # of a block, as the kernels are written; they refuse another number
+LIMITS = Limits(("bfloat16", "float16", "float32", "float64"), min_dim=1, min_rows=1, min_block=64)
+_KEY_ROWS = LIMITS.min_block  # of a block, as the kernels are written; they refuse another number
+_QUERY_ROWS, _QUERY_ROWS_BWD = 512, 256  # of a block: all that it needs fits the second-level cache of a core
 
 
-def forward(prior: PartialSoftmax, rows: Rows, spans: Array, how: How) -> PartialSoftmax:
-    """Merges what the queries of all tasks find among their keys into `prior`, (rows, H) and (rows,)."""
-    return PartialSoftmax(*_call("forward", (*_inputs(rows, spans), *prior), sums=2, **_numbers(how)))
+def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> PartialSoftmax:
+    """Merges the attention of the selected rows into `prior`."""
+    kernel = kernel_config(operands, config, Blocks(_QUERY_ROWS, _KEY_ROWS))
+    out, lse = flat(prior.out), prior.lse.reshape(-1)
+    for which in range(num_pairs(operands)):
+        out, lse = _call("forward", (*_inputs(operands, which, kernel), out, lse), sums=2, **_numbers(kernel))
+    return PartialSoftmax(out.reshape(prior.out.shape), lse.reshape(prior.lse.shape))
 
 
-def backward(
-    dq: Array, dkv: tuple[Array, ...], rows: Rows, joint: Joint, spans: Array, how: How
-) -> tuple[Array, tuple[Array, ...]]:
-    """Adds the gradients to `dq` (rows, H) and `dkv`, one array or two like `rows.kv`, from the joint lse and delta."""
-    given = (*_inputs(rows, spans), *joint, dq, *dkv)
-    dq, *sums = _call("backward", given, sums=1 + len(dkv), **_numbers(how))
-    return dq, tuple(sums)
+def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: AttendConfig) -> Grads:
+    """Adds the gradients of the selected rows to `grads`."""
+    kernel = kernel_config(operands, config, Blocks(_QUERY_ROWS_BWD, _KEY_ROWS))
+    given = flat(residuals.dout), residuals.lse.reshape(-1), residuals.delta.reshape(-1)
+    arrays = grads.query, *grads.kv
+    sums = [flat(x) for x in arrays]
+    for which in range(num_pairs(operands)):
+        inputs = *_inputs(operands, which, kernel), *given, *sums
+        sums = _call("backward", inputs, sums=len(sums), **_numbers(kernel))
+    dq, *dkv = (x.reshape(y.shape) for x, y in zip(sums, arrays, strict=True))
+    return Grads(dq, tuple(dkv))
 
 
 def delta(dout: Array, out: Array, dtype: jnp.dtype) -> Array:
@@ -43,27 +55,29 @@ def delta(dout: Array, out: Array, dtype: jnp.dtype) -> Array:
     return found.reshape(dout.shape[:-1])
 
 
-def _inputs(rows: Rows, spans: Array) -> tuple[Array, ...]:
+def _inputs(operands: Operands, which: int, config: KernelConfig) -> tuple[Array, ...]:
+    rows, ranges = strided_rows(operands, which, config), pair_ranges(operands, which, config)
     none = jnp.zeros((0, 0), jnp.int32)
-    marks = (none if x is None else x for x in (rows.query_marks, rows.key_marks))
-    return rows.tasks, spans, rows.query, rows.kv[0], rows.kv[-1], *marks
+    mask_inputs = (none if x is None else x for x in (rows.query_inputs, rows.key_inputs))
+    return rows.tasks, ranges, rows.query, rows.kv[0], rows.kv[-1], *mask_inputs
 
 
-def _numbers(how: How) -> dict[str, np.integer | np.floating]:
-    """What the kernels read besides arrays."""
-    look = how.look
+def _numbers(config: KernelConfig) -> dict[str, np.integer | np.floating]:
+    """Returns the attributes that the kernels read."""
     numbers = {
-        "rows": look.rows,
-        "group": look.group,
-        "head_tasks": look.head_tasks,
-        "is_causal": look.is_causal,
-        "before": sum(1 << i for i, line in enumerate(look.lines) if line == "before"),
-        "block": look.blocks.query,
-        "tile": look.blocks.key,
-        "divisor": look.divisor,
-        **how.strides._asdict(),
+        "rows": config.num_rows,
+        "group": config.q_per_kv,
+        "head_tasks": config.tasks_per_head,
+        "is_causal": config.is_causal,
+        "before": sum(1 << i for i, rule in enumerate(config.mask_rules) if rule == "before"),
+        "block": config.blocks.query,
+        "tile": config.blocks.key,
+        "divisor": config.output_divisor,
+        "step": config.stride,
+        "heads": config.kv_heads,
+        "value_shift": config.value_shift,
     }
-    return {"scale": np.float64(look.scale), **{name: np.int64(number) for name, number in numbers.items()}}
+    return {"scale": np.float64(config.scale), **{name: np.int64(number) for name, number in numbers.items()}}
 
 
 def _call(name: str, arrays: tuple[Array, ...], *, sums: int, **numbers: np.integer | np.floating) -> list[Array]:
@@ -83,3 +97,15 @@ def _kernel(
         return made(*arrays, **dict(numbers))
 
     return call
+
+
+def _unavailable(is_requested: bool) -> str:
+    if not is_requested and jax.default_backend() != "cpu":
+        return "another platform is the default"  # nothing is compiled for CPU unless asked for
+    reason = build.why_not()
+    if reason and not is_requested:
+        build.warn_once(reason)
+    return reason and f"the CPU kernels are unavailable: {reason}"
+
+
+BACKEND = Backend("cpu", "native", "cpu", attend, attend_bwd, LIMITS, _unavailable, delta)

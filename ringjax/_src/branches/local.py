@@ -1,0 +1,98 @@
+"""A branch whose segments lie within the chunks of a device: nothing is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax import Array
+
+from ringjax._src import dropout
+from ringjax._src import online_softmax as softmax
+from ringjax._src.branches.protocol import InFlight, Kept, Shard
+from ringjax._src.dropout import RowHashes
+from ringjax._src.kernels.dispatch import attend, attend_bwd, delta
+from ringjax._src.kernels.interface import AttendConfig, Grads, Operands, Residuals
+from ringjax._src.kernels.packing import attend_bwd_packed, attend_keeping_rows
+from ringjax._src.kernels.xla import block_loop
+from ringjax._src.online_softmax import PartialSoftmax
+from ringjax._src.planning.spec import AttentionSpec
+from ringjax._src.rows.selection import RowSelection
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LocalBranch:
+    """Attends within the segments of a device.
+
+    Attributes:
+        spec: The attention call.
+        name: Name of the branch in profiles.
+        parts: Its whole segments, and its shorter last segment.
+        is_first: Whether no branch runs before this one.
+    """
+
+    spec: AttentionSpec
+    name: str
+    parts: tuple[RowSelection, ...]
+    is_first: bool
+
+    def start(self, shard: Shard) -> InFlight:
+        """Sends nothing."""
+
+    def finish(self, shard: Shard, in_flight: InFlight, merged: PartialSoftmax) -> tuple[PartialSoftmax, Kept]:
+        """Merges the branch into `merged`."""
+        kept = []
+        for rows in self.parts:
+            operands = self._operands(shard, rows)
+            if self._is_detached:
+                merged, out = attend_keeping_rows(attend, merged, operands, self._config)
+                kept.append(out)
+            else:
+                merged = attend(merged, operands, self._config)
+        return merged, kept
+
+    def start_bwd(self, shard: Shard, residuals: Residuals, kept: Kept) -> InFlight:
+        """Sends nothing."""
+
+    def finish_bwd(self, shard: Shard, residuals: Residuals, kept: Kept, in_flight: InFlight, grads: Grads) -> Grads:
+        """Adds the gradients of the branch to `grads`."""
+        for i, rows in enumerate(self.parts):
+            operands = self._operands(shard, rows)
+            if self._is_detached:
+                grads = attend_bwd_packed(
+                    attend_bwd, grads, operands, residuals, self._config, own_delta=self._own_delta(kept[i])
+                )
+            else:
+                grads = attend_bwd(grads, operands, residuals, self._config)
+        return grads
+
+    def count_tiles(self) -> int:
+        """Counts the score tiles that this device computes."""
+        loops = [block_loop(rows, self.spec.q_per_kv, self.spec.is_causal) for rows in self.parts]
+        tasks = [self.spec.batch * rows.chunks * len(rows.heads) for rows in self.parts]
+        return sum(num * int(loop.count_tiles()) for num, loop in zip(tasks, loops, strict=True))
+
+    @property
+    def _config(self) -> AttendConfig:
+        return dataclasses.replace(self.spec.attend_config, is_prior_empty=self.is_first)
+
+    @property
+    def _is_detached(self) -> bool:
+        return self.spec.pattern.mixing == "detached"
+
+    def _own_delta(self, out: Array) -> Callable[[Array], tuple[Array, Array]]:
+        acc = softmax.accumulator(out.dtype)
+        return lambda dout: (delta(dout, out, acc, self._config), out)
+
+    def _operands(self, shard: Shard, rows: RowSelection) -> Operands:
+        kv = shard.key, shard.value
+        return Operands(shard.query, kv, rows, None, shard.ids, shard.ids, self._hashes(shard, rows.branch))
+
+    def _hashes(self, shard: Shard, branch: int) -> RowHashes | None:
+        if shard.seeds is None:
+            return None
+        batch, length = shard.query.shape[:2]
+        positions = self.spec.local_positions()
+        queries = dropout.query_hashes(shard.seeds[:, None], positions[None, :, None, None], branch)
+        return RowHashes(queries, jnp.broadcast_to(dropout.key_hashes(positions), (batch, length)))

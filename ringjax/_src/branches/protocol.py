@@ -1,0 +1,62 @@
+"""What the custom VJP knows of a branch.
+
+A branch first starts its communication; after all branches have started, each attends and merges its result. So the
+messages of one branch overlap with the computation of others.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+from jax import Array
+
+from ringjax._src.kernels.interface import Grads, Residuals
+from ringjax._src.online_softmax import PartialSoftmax
+
+InFlight = Any  # what a branch has sent, or already computed
+Kept = Any  # output rows that a branch keeps for its backward pass, or None
+
+
+class Shard(NamedTuple):
+    """What a device holds.
+
+    Attributes:
+        query: (B, c, K, G, H).
+        key: (B, c, K, H).
+        value: (B, c, K, H).
+        ids: Segment ids (B, c), or None.
+        seeds: Dropout seed of each head, (B, K, G), or None.
+    """
+
+    query: Array
+    key: Array
+    value: Array
+    ids: Array | None = None
+    seeds: Array | None = None
+
+
+class Branch(Protocol):
+    """One branch of the pattern on one device.
+
+    With ``mixing="detached"``, the forward pass keeps the branch's own output rows, and the backward pass uses them
+    instead of the joint output.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the branch in profiles."""
+
+    def start(self, shard: Shard) -> InFlight:
+        """Starts the communication of the forward pass."""
+
+    def finish(self, shard: Shard, in_flight: InFlight, merged: PartialSoftmax) -> tuple[PartialSoftmax, Kept]:
+        """Merges the branch into `merged`, (B, c, K, G, H) and (B, c, K, G)."""
+
+    def start_bwd(self, shard: Shard, residuals: Residuals, kept: Kept) -> InFlight:
+        """Starts the communication of the backward pass."""
+
+    def finish_bwd(self, shard: Shard, residuals: Residuals, kept: Kept, in_flight: InFlight, grads: Grads) -> Grads:
+        """Adds the gradients of the branch to `grads`, which are like query, key and value."""
+
+    def count_tiles(self) -> Array | int:
+        """Counts the score tiles that this device computes in the forward pass in plain XLA."""

@@ -1,0 +1,273 @@
+"""What branches that share segments between devices have in common: packing, pieces, and attention to packed rows.
+
+A subclass implements the communication: `send`, `attend_all` and `attend_all_bwd`. Branches with large messages send
+their heads in several *pieces*, one after the other, to save memory.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from typing import NamedTuple, Self
+
+import jax.numpy as jnp
+from jax import Array, lax
+
+from ringjax._src import dropout
+from ringjax._src import online_softmax as softmax
+from ringjax._src.branches.chunk_pairs import chunk_pairs, chunk_starts
+from ringjax._src.branches.protocol import InFlight, Kept, Shard
+from ringjax._src.comm.ring_comm import RingComm
+from ringjax._src.dropout import RowHashes
+from ringjax._src.kernels.dispatch import attend, attend_bwd, delta
+from ringjax._src.kernels.interface import AttendConfig, Grads, Operands, Residuals
+from ringjax._src.kernels.xla import block_loop
+from ringjax._src.online_softmax import PartialSoftmax
+from ringjax._src.planning.plan import BranchPlan
+from ringjax._src.planning.spec import AttentionSpec
+from ringjax._src.rows.packing import RowPacker
+from ringjax._src.rows.selection import RowSelection, frozen
+
+
+class PackedQueries(NamedTuple):
+    """Packed queries (N, C, n * G, H) with their segment ids (N, C, n) or None, and what the backward pass needs."""
+
+    query: Array
+    ids: Array | None
+    residuals: Residuals | None = None
+
+
+class PackedKeys(NamedTuple):
+    """Packed keys and values, stacked (2, N, C, n, H), with their segment ids (N, C, n) or None."""
+
+    kv: Array
+    ids: Array | None
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SharedBranch(abc.ABC):
+    """Base class of branches whose segments are shared by several devices.
+
+    Attributes:
+        spec: The attention call.
+        name: Name of the branch in profiles.
+        plan: The plan of the branch.
+        rows: Its selection on this device.
+        seeds: Dropout seed of each head, (B, K, G), or None.
+    """
+
+    spec: AttentionSpec
+    name: str
+    plan: BranchPlan
+    rows: RowSelection
+    seeds: Array | None = None
+
+    # The communication.
+
+    @abc.abstractmethod
+    def send(self, keys: PackedKeys) -> InFlight:
+        """Starts to send packed keys to the devices that share the segment."""
+
+    @abc.abstractmethod
+    def attend_all(self, queries: PackedQueries, keys: PackedKeys, in_flight: InFlight) -> PartialSoftmax:
+        """Computes the attention of the packed queries to the keys of all devices that share the segment."""
+
+    @abc.abstractmethod
+    def attend_all_bwd(self, queries: PackedQueries, keys: PackedKeys) -> tuple[Array, Array]:
+        """Computes the packed gradients, with all communication: (N, C, n * G, H) and (2, N, C, n, H)."""
+
+    @property
+    def comm(self) -> RingComm:
+        """The devices that share a segment."""
+        assert self.spec.axis_name is not None
+        return RingComm(self.spec.axis_name, self.spec.ring_size, self.plan.ring_devices)
+
+    # The branch protocol.
+
+    def start(self, shard: Shard) -> InFlight:
+        """Packs and sends the keys, unless they are sent in pieces."""
+        if self.plan.pieces > 1:
+            return None
+        keys = self._pack_keys(self._views(shard))
+        return keys, self.send(keys)
+
+    def finish(self, shard: Shard, in_flight: InFlight, merged: PartialSoftmax) -> tuple[PartialSoftmax, Kept]:
+        """Attends and merges."""
+        views = self._views(shard)
+
+        def piece(
+            branch: SharedBranch, merged: PartialSoftmax, keys: PackedKeys, in_flight: InFlight
+        ) -> tuple[PartialSoftmax, Array]:
+            part = branch.attend_all(branch._pack_queries(views), keys, in_flight)
+            return branch._packer.merge(merged, part), part.out
+
+        def step(merged: PartialSoftmax, index: Array) -> tuple[PartialSoftmax, Array]:
+            branch = self._piece(index)
+            keys = branch._pack_keys(views)
+            return piece(branch, merged, keys, branch.send(keys))
+
+        merged_views = PartialSoftmax(*(self.rows.view(x) for x in merged))
+        if self.plan.pieces > 1:
+            found, out = lax.scan(step, merged_views, jnp.arange(self.plan.pieces, dtype=jnp.int32))
+        else:
+            found, out = piece(self, merged_views, *in_flight)
+        merged = PartialSoftmax(*(self.rows.put_view(x, y) for x, y in zip(merged, found, strict=True)))
+        return merged, out if self._is_detached else None
+
+    def start_bwd(self, shard: Shard, residuals: Residuals, kept: Kept) -> InFlight:
+        """Computes the packed gradients, whose last message overlaps with local branches, unless sent in pieces."""
+        if self.plan.pieces > 1:
+            return None
+        return self._packed_grads(self._views(shard), self._residual_views(residuals), kept)
+
+    def finish_bwd(self, shard: Shard, residuals: Residuals, kept: Kept, in_flight: InFlight, grads: Grads) -> Grads:
+        """Adds the packed gradients to `grads`."""
+        views, of_residuals = self._views(shard), self._residual_views(residuals)
+
+        def add(branch: SharedBranch, sums: tuple[Array, ...], found: tuple[Array, Array]) -> tuple[Array, ...]:
+            dq, (dk, dv) = found
+            return branch._packer.add(sums, (dq, dk, dv))
+
+        def step(sums: tuple[Array, ...], index: Array) -> tuple[tuple[Array, ...], None]:
+            branch = self._piece(index)
+            own = lax.dynamic_index_in_dim(kept, index, keepdims=False) if self._is_detached else None
+            return add(branch, sums, branch._packed_grads(views, of_residuals, own)), None
+
+        dense = grads.query, *grads.kv
+        sums = tuple(self.rows.view(x) for x in dense)
+        if self.plan.pieces > 1:
+            sums = lax.scan(step, sums, jnp.arange(self.plan.pieces, dtype=jnp.int32))[0]
+        else:
+            sums = add(self, sums, in_flight)
+        dq, dk, dv = (self.rows.put_view(x, y) for x, y in zip(dense, sums, strict=True))
+        return Grads(dq, (dk, dv))
+
+    def count_tiles(self) -> Array:
+        """Counts the score tiles that this device computes in the forward pass in plain XLA."""
+        me, num_tasks = self.comm.device(), self.spec.batch * len(self.rows.heads)
+        tiles = jnp.zeros_like(me)
+        for hop in range(self.plan.ring_devices):
+            for pairs in chunk_pairs(self.spec, self.rows, me, self.comm.source(hop), is_own=hop == 0):
+                is_causal = self.spec.is_causal and (pairs.is_diagonal or pairs.positions is not None)
+                loop = block_loop(self._packed_rows, self.spec.q_per_kv, is_causal)
+                if pairs.key_ranges is not None:
+                    tiles += loop.count_tiles(pairs.key_ranges(*loop.block_rows())) * self.spec.batch
+                else:
+                    active = len(pairs.query) if pairs.active is None else pairs.active.sum().astype(jnp.int32)
+                    tiles += active * (num_tasks * int(loop.count_tiles()))
+        return tiles
+
+    # Attention to packed rows.
+
+    def attend_chunks(
+        self,
+        partial: PartialSoftmax,
+        queries: PackedQueries,
+        keys: PackedKeys,
+        *,
+        query_device: Array,
+        key_device: Array,
+        is_own: bool = False,
+    ) -> PartialSoftmax:
+        """Merges the attention of the queries of one device to the keys of another into `partial`."""
+        for operands in self._operands(queries, keys, query_device, key_device, is_own):
+            partial = attend(partial, operands, self._config)
+        return partial
+
+    def attend_chunks_bwd(
+        self,
+        grads: tuple[Array, Array],
+        queries: PackedQueries,
+        keys: PackedKeys,
+        *,
+        query_device: Array,
+        key_device: Array,
+        is_own: bool = False,
+    ) -> tuple[Array, Array]:
+        """Adds the gradients of queries, and of keys and values, for the rows of two devices."""
+        assert queries.residuals is not None
+        sums = Grads(grads[0], (grads[1],))
+        for operands in self._operands(queries, keys, query_device, key_device, is_own):
+            sums = attend_bwd(sums, operands, queries.residuals, self._config)
+        return sums.query, sums.kv[0]
+
+    def empty_partial(self, queries: PackedQueries) -> PartialSoftmax:
+        """Returns the partial softmax of the packed queries over no keys."""
+        return softmax.empty_like(jnp.zeros_like(queries.query, dtype=softmax.accumulator(queries.query.dtype)))
+
+    def zero_grads(self, queries: PackedQueries, keys: PackedKeys) -> tuple[Array, Array]:
+        """Returns zeros of the shape of the packed gradients, in the accumulator dtype."""
+        acc = softmax.accumulator(keys.kv.dtype)
+        return jnp.zeros_like(queries.query, dtype=acc), jnp.zeros_like(keys.kv, dtype=acc)
+
+    def _operands(
+        self, queries: PackedQueries, keys: PackedKeys, query_device: Array, key_device: Array, is_own: bool
+    ) -> list[Operands]:
+        hashes = self._hashes(query_device, key_device)
+        every = chunk_pairs(self.spec, self.rows, query_device, key_device, is_own=is_own)
+        given = queries.query, (keys.kv,), self._packed_rows
+        return [Operands(*given, pairs, queries.ids, keys.ids, hashes) for pairs in every]
+
+    @functools.cached_property
+    def _packed_rows(self) -> RowSelection:
+        """The selection of packed rows: missing rows are masked by position, so every head has all of them."""
+        counts = frozen([self.rows.num_rows] * len(self.rows.heads))
+        return dataclasses.replace(self.rows, counts=counts)
+
+    @property
+    def _config(self) -> AttendConfig:
+        return self.spec.attend_config
+
+    @property
+    def _is_detached(self) -> bool:
+        return self.spec.pattern.mixing == "detached"
+
+    def _hashes(self, query_device: Array, key_device: Array) -> RowHashes | None:
+        """Returns the hashes of the rows of two devices, of queries (N, C, n * G) and keys (N, C, n), for dropout."""
+        if self.seeds is None:
+            return None
+        of_query, of_key = (
+            jnp.moveaxis(self.rows.positions(chunk_starts(self.spec, device), missing=0)[..., 1], 1, 0)
+            for device in (query_device, key_device)
+        )  # (heads, C, n)
+        seeds = jnp.moveaxis(self.seeds[:, jnp.asarray(self.rows.heads)], 1, 0)[:, :, None, None]  # (heads, B, 1, 1, G)
+        queries = dropout.query_hashes(seeds, of_query[:, None, :, :, None], self.rows.branch)
+        keys = jnp.repeat(dropout.key_hashes(of_key), self.seeds.shape[0], axis=0)
+        return RowHashes(queries.reshape(*keys.shape[:2], -1), keys)
+
+    # Packing.
+
+    def _piece(self, index: Array) -> Self:
+        num = len(self.rows.heads) // self.plan.pieces
+        return dataclasses.replace(self, rows=self.rows.head_range(index * num, num))
+
+    @property
+    def _packer(self) -> RowPacker:
+        starts = chunk_starts(self.spec, self.comm.device())
+        return RowPacker(self.rows, self.spec.local_kv_heads, starts, self.rows.chunks)
+
+    def _views(self, shard: Shard) -> Shard:
+        query, key, value = (self._packer.view(x) for x in shard[:3])
+        return Shard(query, key, value, None if shard.ids is None else self.rows.view(shard.ids))
+
+    def _residual_views(self, residuals: Residuals) -> Residuals:
+        return Residuals(*(self._packer.view(x) for x in residuals[:3]))
+
+    def _pack_keys(self, views: Shard) -> PackedKeys:
+        packer = self._packer
+        ids = packer.pack_ids(views.ids)
+        return PackedKeys(jnp.stack([packer.pack(x, ids, 1) for x in (views.key, views.value)]), ids)
+
+    def _pack_queries(self, views: Shard) -> PackedQueries:
+        packer = self._packer
+        ids = packer.pack_ids(views.ids)
+        return PackedQueries(packer.pack(views.query, ids, self.spec.q_per_kv), ids)
+
+    def _packed_grads(self, views: Shard, of_residuals: Residuals, own: Array | None) -> tuple[Array, Array]:
+        """Packs and computes gradients; delta is that of the branch's `own` output, if given."""
+        queries, keys = self._pack_queries(views), self._pack_keys(views)
+        dout, lse, joint_delta = (self._packer.pack(x, queries.ids, self.spec.q_per_kv) for x in of_residuals[:3])
+        own_delta = joint_delta[..., 0] if own is None else delta(dout, own, lse.dtype, self._config)
+        queries = queries._replace(residuals=Residuals(dout, lse[..., 0], own_delta))
+        return self.attend_all_bwd(queries, keys)

@@ -1,0 +1,1 @@
+"""The implementation on TPU: Pallas (Mosaic) kernels over packed rows."""

@@ -1,0 +1,270 @@
+"""Calls the TPU kernels: packs rows, and defines grids and blocks.
+
+A TPU kernel reads whole tiles, so dense operands are packed first; docs/kernels.md compares the alternatives.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ringjax._src.kernels.blocks import (
+    Blocks,
+    KernelConfig,
+    fitting_blocks,
+    given_blocks,
+    kernel_config,
+    num_pairs,
+    packed_mask_inputs,
+    pair_ranges,
+    quotient,
+)
+from ringjax._src.kernels.interface import AttendConfig, Backend, Case, Grads, Limits, Operands, Residuals, case_of
+from ringjax._src.kernels.packing import attend_bwd_packed, attend_packed
+from ringjax._src.kernels.platform import on_its_platform
+from ringjax._src.kernels.tpu.kernels import forward_kernel, key_gradient_kernel, query_gradient_kernel
+from ringjax._src.online_softmax import PartialSoftmax
+from ringjax._src.vma import shaped_like
+
+LIMITS = Limits(("bfloat16", "float32"), min_dim=16, min_rows=16, min_block=128)  # blocks of the lanes of a register
+
+
+def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> PartialSoftmax:
+    """Merges the attention of the selected rows into `prior`, float32."""
+    if operands.pairs is None:
+        return attend_packed(attend, prior, operands, config)
+    kernel = _kernel_config(operands, config, is_bwd=False)
+    for which in range(num_pairs(operands)):
+        prior = forward(prior, _packed_rows(operands, which, kernel), config=kernel)
+    return prior
+
+
+def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: AttendConfig) -> Grads:
+    """Adds the gradients of the selected rows to `grads`, float32: one kernel for dq and one for dk and dv."""
+    if operands.pairs is None:
+        return attend_bwd_packed(attend_bwd, grads, operands, residuals, config)
+    kernel = _kernel_config(operands, config, is_bwd=True)
+    dq, (dkv,) = grads
+    given = OutputGrads(residuals.dout, jnp.stack([residuals.lse, residuals.delta], axis=2))
+    for which in range(num_pairs(operands)):
+        rows = _packed_rows(operands, which, kernel)
+        dq = query_gradient(dq, rows, given, config=kernel)
+        rows = rows._replace(ranges=kernel.q_block_ranges(rows.ranges))
+        dkv = key_gradient(dkv, rows, given, config=kernel)
+    return Grads(dq, (dkv,))
+
+
+def _kernel_config(operands: Operands, config: AttendConfig, *, is_bwd: bool) -> KernelConfig:
+    case, sizes = case_of(operands), config.block_sizes
+    if sizes is None:
+        return kernel_config(operands, config, default_blocks(case, is_bwd=is_bwd))
+    blocks = given_blocks(sizes, case.num_rows, case.q_per_kv, LIMITS.min_block, is_bwd=is_bwd)
+    return kernel_config(operands, config, blocks)
+
+
+def default_blocks(case: Case, *, is_bwd: bool) -> Blocks:
+    """Returns the largest blocks that fit the vector memory; the same forward and backward."""
+    is_narrow, is_wide = case.dtype == "bfloat16", case.head_dim > 128
+    size = 256 if is_wide and not is_narrow else 512 if is_wide or not is_narrow else 1024
+    return fitting_blocks((size, size), case.num_rows, case.q_per_kv, LIMITS.min_block)
+
+
+class PackedRows(NamedTuple):
+    """One pair of chunks of packed operands.
+
+    Attributes:
+        query: Unscaled queries (N, C, n * G, H).
+        kv: Keys and values (2, N, C, n, H).
+        chunks: Query chunk and key chunk, (2,).
+        ranges: KV block ranges, or Q block ranges for the gradient of keys.
+        mask_inputs: Mask inputs of queries (N, C, inputs, n * G) and of keys (N, C, inputs, n), or None.
+    """
+
+    query: Array
+    kv: Array
+    chunks: Array
+    ranges: Array
+    mask_inputs: tuple[Array, Array] | None
+
+
+def _packed_rows(operands: Operands, which: int, config: KernelConfig) -> PackedRows:
+    assert operands.pairs is not None
+    inputs = packed_mask_inputs(operands, config)
+    if inputs is not None:
+        inputs = jnp.repeat(inputs[0], config.q_per_kv, axis=3), inputs[1]
+    chunks = jnp.stack([operands.pairs.query[which], operands.pairs.key[which]])
+    return PackedRows(operands.query, operands.kv[0], chunks, pair_ranges(operands, which, config), inputs)
+
+
+class OutputGrads(NamedTuple):
+    """Gradient of the output (N, C, n * G, H), and lse and delta stacked as (N, C, 2, n * G)."""
+
+    dout: Array
+    stats: Array
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def forward(prior: PartialSoftmax, rows: PackedRows, *, config: KernelConfig) -> PartialSoftmax:
+    """Merges the attention of the queries into `prior`, (N, C, n * G, H) and (N, C, n * G)."""
+    out, lse = forward_call(prior, rows, config).run()
+    return PartialSoftmax(out, lse[:, :, 0])
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def query_gradient(dq: Array, rows: PackedRows, given: OutputGrads, *, config: KernelConfig) -> Array:
+    """Adds the gradient of the queries to `dq` (N, C, n * G, H)."""
+    return query_gradient_call(dq, rows, given, config).run()[0]
+
+
+@functools.partial(jax.jit, static_argnames=("config",))
+def key_gradient(dkv: Array, rows: PackedRows, given: OutputGrads, *, config: KernelConfig) -> Array:
+    """Adds the gradient of keys and values to `dkv` (2, N, C, n, H)."""
+    return key_gradient_call(dkv, rows, given, config).run()[0]
+
+
+def forward_call(prior: PartialSoftmax, rows: PackedRows, config: KernelConfig) -> Call:
+    """Returns the call of the forward kernel."""
+    specs = Specs(config, rows.query.shape, "query")
+    sums = [(prior.out, specs.query), (prior.lse[:, :, None], specs.numbers("query", 1))]
+    scratch = [(config.blocks.query, specs.dim), *[(config.blocks.query, 1)] * 2]
+    return Call("forward", forward_kernel, specs, 2, rows, [*specs.inputs(rows), *sums], 2, scratch)
+
+
+def query_gradient_call(dq: Array, rows: PackedRows, given: OutputGrads, config: KernelConfig) -> Call:
+    """Returns the call of the kernel for the gradient of the queries."""
+    specs = Specs(config, rows.query.shape, "query")
+    inputs = [*specs.inputs(rows), *specs.output_grads(given), (dq, specs.query)]
+    scratch = [(config.blocks.query, specs.dim), *[(config.blocks.query, 1)] * 2]
+    return Call("query_gradient", query_gradient_kernel, specs, 3, rows, inputs, 1, scratch)
+
+
+def key_gradient_call(dkv: Array, rows: PackedRows, given: OutputGrads, config: KernelConfig) -> Call:
+    """Returns the call of the kernel for the gradients of keys and values."""
+    specs = Specs(config, rows.query.shape, "key")
+    inputs = [*specs.inputs(rows), *specs.output_grads(given), (dkv, specs.kv)]
+    scratch = [(config.blocks.key, specs.dim)] * 2
+    return Call("key_gradient", key_gradient_kernel, specs, 4, rows, inputs, 1, scratch)
+
+
+class Specs:
+    """The grid and block specs of a pass whose outer blocks are of queries or of keys."""
+
+    def __init__(self, config: KernelConfig, shape: tuple[int, ...], outer: Literal["query", "key"]) -> None:
+        tasks, dim = shape[0], shape[-1]
+        blocks = config.blocks
+        outer_blocks, inner_blocks = config.query_blocks, config.key_blocks
+        if outer == "key":
+            outer_blocks, inner_blocks = inner_blocks, outer_blocks
+        self.config, self.tasks, self.dim = config, tasks, dim
+        self.grid = (tasks, outer_blocks, inner_blocks)
+
+        def inner(ranges: Any, task: Array, own: Array, nth: Array) -> Array:  # noqa: ANN401
+            head = quotient(task, config.tasks_per_head)
+            return jnp.clip(ranges[head, 0, own] + nth, 0, jnp.maximum(ranges[head, 2, own] - 1, 0))
+
+        def query(task: Array, own: Array, nth: Array, chunks: Any, ranges: Any) -> tuple[Array, Array]:  # noqa: ANN401
+            return chunks[0], own if outer == "query" else inner(ranges, task, own, nth)
+
+        def key(task: Array, own: Array, nth: Array, chunks: Any, ranges: Any) -> tuple[Array, Array]:  # noqa: ANN401
+            return chunks[1], own if outer == "key" else inner(ranges, task, own, nth)
+
+        def rows(locate: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Any, ...]]:
+            return lambda task, *rest: (task, *locate(task, *rest), 0)
+
+        def lanes(locate: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Any, ...]]:
+            def index(task: Array, *rest: Any) -> tuple[Any, ...]:  # noqa: ANN401
+                chunk, block = locate(task, *rest)
+                return task, chunk, 0, block
+
+            return index
+
+        self.query = pl.BlockSpec((1, 1, blocks.query, dim), rows(query))
+        self.kv = pl.BlockSpec((2, 1, 1, blocks.key, dim), lambda *at: (0, *rows(key)(*at)))
+        self._lanes = {"query": (blocks.query, lanes(query)), "key": (blocks.key, lanes(key))}
+
+    def numbers(self, which: str, num: int) -> pl.BlockSpec:
+        """Returns the spec of `num` numbers per row of the queries or keys, (N, C, num, rows)."""
+        size, index = self._lanes[which]
+        return pl.BlockSpec((1, 1, num, size), index)
+
+    def inputs(self, rows: PackedRows) -> list[tuple[Array, pl.BlockSpec]]:
+        """Returns queries, keys and values, and mask inputs, with their specs."""
+        inputs = [(rows.query, self.query), (rows.kv, self.kv)]
+        if rows.mask_inputs is None:
+            return inputs
+        specs = [self.numbers(which, len(self.config.mask_rules)) for which in ("query", "key")]
+        return [*inputs, *zip(rows.mask_inputs, specs, strict=True)]
+
+    def output_grads(self, given: OutputGrads) -> list[tuple[Array, pl.BlockSpec]]:
+        """Returns the gradient of the output, and lse and delta, with their specs."""
+        return [(given.dout, self.query), (given.stats, self.numbers("query", 2))]
+
+    def cost(self, multiplies: int, itemsize: int) -> pl.CostEstimate:
+        """Estimates the cost of a pass with this many matrix multiplies per block, as if every task were active."""
+        config = self.config
+        pairs = self.tasks * config.num_rows**2 * config.q_per_kv // (2 if config.is_causal else 1)
+        row_bytes = 2 * config.q_per_kv * (itemsize + 4) + 2 * config.query_blocks * itemsize
+        moved = self.tasks * config.num_rows * self.dim * row_bytes
+        return pl.CostEstimate(flops=2 * multiplies * pairs * self.dim, transcendentals=pairs, bytes_accessed=moved)
+
+
+class Call(NamedTuple):
+    """A kernel and its arrays; it adds to the last inputs in place.
+
+    Attributes:
+        name: Name of the pass.
+        kernel: The kernel.
+        specs: Its grid and block specs.
+        multiplies: Matrix multiplies per pair of blocks.
+        rows: Its rows; chunks and ranges are known before the kernel starts.
+        inputs: Arrays and their specs.
+        sums: How many of the inputs, the last ones, are summed up in place.
+        scratch: Shapes of arrays that last from step to step.
+    """
+
+    name: str
+    kernel: Callable[..., None]
+    specs: Specs
+    multiplies: int
+    rows: PackedRows
+    inputs: list[tuple[Array, pl.BlockSpec]]
+    sums: int
+    scratch: list[tuple[int, int]]
+
+    @property
+    def outputs(self) -> list[tuple[Array, pl.BlockSpec]]:
+        """The inputs that are summed up."""
+        return self.inputs[-self.sums :]
+
+    def run(self) -> list[Array]:
+        """Runs the kernel and returns the sums."""
+        config, scalars = self.specs.config, (self.rows.chunks, self.rows.ranges)
+        first = len(scalars) + len(self.inputs) - self.sums
+        call = pl.pallas_call(
+            functools.partial(self.kernel, config=config),
+            out_shape=[shaped_like(array, *scalars) for array, _ in self.outputs],
+            grid_spec=pltpu.PrefetchScalarGridSpec(
+                num_scalar_prefetch=len(scalars),
+                grid=self.specs.grid,
+                in_specs=[spec for _, spec in self.inputs],
+                out_specs=[spec for _, spec in self.outputs],
+                scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in self.scratch],
+            ),
+            input_output_aliases={first + i: i for i in range(self.sums)},
+            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+            cost_estimate=self.specs.cost(self.multiplies, self.rows.query.dtype.itemsize),
+            name=f"ringjax_{self.name}",
+            interpret=config.interpret,
+        )
+        arrays = *scalars, *(array for array, _ in self.inputs)
+        return call(*arrays) if config.interpret else on_its_platform("tpu", call, *arrays, sums=self.sums)
+
+
+BACKEND = Backend("tpu", "pallas", "tpu", attend, attend_bwd, LIMITS)

@@ -1,0 +1,112 @@
+"""The static description of an attention call."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ringjax._src.comm.layout import layout_named
+from ringjax._src.comm.ring_comm import AxisName
+from ringjax._src.kernels.interface import AttendConfig, BlockSizes
+from ringjax._src.online_softmax import accumulator
+from ringjax._src.pattern import DilationPattern
+from ringjax._src.rows.sizes import QUERY_ROWS, ring_query_rows
+
+
+class AttentionSpec(NamedTuple):
+    """Everything about an attention call that is known before it is traced; a plan is made for a spec.
+
+    Attributes:
+        pattern: The dilation pattern.
+        seq_len: Length of the sequence without padding.
+        stored_length: Length with padding.
+        batch: Batch entries per device.
+        kv_heads: Key/value heads, over all devices.
+        q_per_kv: Query heads per key/value head.
+        head_dim: Dimensions per head.
+        is_causal: Whether attention is causal.
+        dtype: Dtype of query, key and value.
+        has_ids: Whether there are segment ids.
+        ring_size: Devices that share the sequence.
+        layout: Layout of the sequence.
+        strategy: How branches share segments.
+        memory_budget: Bytes per device, or None.
+        head_shards: Devices that share the heads.
+        platform: The platform whose memory the budget limits.
+        axis_name: Mesh axis of the ring, or None without a ring.
+        head_axis: Mesh axis of the heads, or None.
+        scale: Factor applied to the scores.
+        dropout_rate: Probability of dropping a weight.
+        implementation: The kernels that the caller asked for, or None.
+        block_sizes: Block sizes of the Pallas kernels, or None.
+    """
+
+    pattern: DilationPattern
+    seq_len: int
+    stored_length: int
+    batch: int
+    kv_heads: int
+    q_per_kv: int
+    head_dim: int
+    is_causal: bool
+    dtype: str
+    has_ids: bool
+    ring_size: int = 1
+    layout: str = "contiguous"
+    strategy: str = "ring"
+    memory_budget: int | None = None
+    head_shards: int = 1
+    platform: str = "cpu"
+    axis_name: AxisName | None = None
+    head_axis: AxisName | None = None
+    scale: float = 1.0
+    dropout_rate: float = 0.0
+    implementation: str | None = None
+    block_sizes: BlockSizes | None = None
+
+    @property
+    def shard_length(self) -> int:
+        """Positions per device."""
+        return self.stored_length // self.ring_size
+
+    @property
+    def chunk_length(self) -> int:
+        """Positions per chunk of the layout."""
+        return self.stored_length // layout_named(self.layout).multiple(self.ring_size)
+
+    @property
+    def local_kv_heads(self) -> int:
+        """Key/value heads per device."""
+        return self.kv_heads // self.head_shards
+
+    @property
+    def query_block_rows(self) -> int:
+        """Most rows of a query block in plain XLA."""
+        if self.ring_size == 1:
+            return QUERY_ROWS
+        row_bytes = self.local_kv_heads * self.q_per_kv * self.head_dim * accumulator(np.dtype(self.dtype)).itemsize
+        return ring_query_rows(self.batch * self.shard_length * row_bytes, self.ring_size)
+
+    def local_positions(self) -> Array:
+        """Returns the position in the sequence of each row of this device."""
+        chunk = jnp.arange(self.chunk_length, dtype=jnp.int32)
+        if self.axis_name is None:
+            return chunk
+        starts = layout_named(self.layout).starts(lax.axis_index(self.axis_name), self.ring_size, self.chunk_length)
+        return jnp.concatenate([start + chunk for start in starts])
+
+    @property
+    def attend_config(self) -> AttendConfig:
+        """Options of the kernels. Split heads divide the output by the number of branches."""
+        divisor = len(self.pattern.segment_lengths) if self.pattern.heads == "split" else 1
+        return AttendConfig(
+            is_causal=self.is_causal,
+            scale=self.scale,
+            output_divisor=divisor,
+            dropout_rate=self.dropout_rate,
+            implementation=self.implementation,
+            block_sizes=self.block_sizes,
+        )

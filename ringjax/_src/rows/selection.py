@@ -1,0 +1,252 @@
+"""Row selections: which rows one branch selects on one device.
+
+A selection covers *chunks*, runs of consecutive positions of equal length: the segments of a branch that needs no other
+device, or else the chunks of the sequence that the device holds. If each head selects every r-th row of a chunk, and
+all chunks look alike, the selection is *aligned*. Otherwise it has as many rows as any chunk may need, and missing rows
+are masked.
+
+A selection has one entry per key/value head and none per position, so its size does not grow with the sequence. Its
+arrays are read-only numpy arrays, which traces and threads can share.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array, lax
+
+from ringjax._src import online_softmax as softmax
+from ringjax._src.online_softmax import PartialSoftmax
+from ringjax._src.pattern import selected_before
+from ringjax._src.rows.sizes import XlaBlockSizes
+from ringjax._src.rows.slices import ColumnSlice, RowGather, WindowSlice
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowSelection:
+    """The rows that one branch selects in the chunks of one device.
+
+    Attributes:
+        branch: Index of the branch in the pattern.
+        segment_length: ``w``.
+        rate: ``r``.
+        first: Index on the device of the first position; not 0 for a shorter last segment only.
+        chunks: Number of chunks.
+        chunk_length: Positions per chunk.
+        num_rows: Most rows that a head selects in a chunk.
+        is_aligned: Whether every head selects that many rows in every chunk, at the same places.
+        heads: Key/value heads that run the branch, (heads,).
+        offsets: Residue of each head, (heads,).
+        counts: Rows that each head selects in a whole segment, (heads,).
+        blocks: Block sizes of plain XLA.
+        is_ragged: Whether some head has fewer rows than the blocks of plain XLA hold.
+        has_empty_heads: Whether some of `heads` may select no row; their count is 0.
+    """
+
+    branch: int
+    segment_length: int
+    rate: int
+    first: int
+    chunks: int
+    chunk_length: int
+    num_rows: int
+    is_aligned: bool
+    heads: np.ndarray
+    offsets: np.ndarray
+    counts: np.ndarray
+    blocks: XlaBlockSizes
+    is_ragged: bool
+    has_empty_heads: bool
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the arrays in bytes."""
+        return self.heads.nbytes + self.offsets.nbytes + self.counts.nbytes
+
+    def local_heads(self, first: Array, num: int) -> RowSelection:
+        """Restricts a selection of all heads to `num` heads from `first`, renumbered from 0, for sharded heads."""
+        return dataclasses.replace(self.head_range(first, num), heads=frozen(range(num)))
+
+    def head_range(self, first: Array | int, num: int) -> RowSelection:
+        """Restricts the selection to `num` of its heads, starting at index `first`."""
+        arrays = (self.heads, self.offsets, self.counts)
+        heads, offsets, counts = (lax.dynamic_slice_in_dim(jnp.asarray(x), first, num) for x in arrays)
+        return dataclasses.replace(self, heads=heads, offsets=offsets, counts=counts)  # type: ignore[arg-type]
+
+    # Access in place, one head and some chunks at a time.
+
+    def dense_view(self, x: Array) -> Array:
+        """Reshapes (B, T, ...) to the three axes that `head_slice` reads and writes."""
+        batch, length = x.shape[:2]
+        if self._has_columns(length):
+            return x.reshape(batch * self.chunks, self.num_rows, -1)
+        return x.reshape(batch, length, -1)
+
+    def head_slice(
+        self, i: Array, chunk: Array, num: int, *, length: int, num_heads: int, has_heads: bool = True
+    ) -> ColumnSlice | WindowSlice:
+        """Returns the slice of the i-th head in `num` chunks starting at `chunk`, counted over the batch.
+
+        Args:
+            i: Index into `heads`.
+            chunk: Index of the first chunk.
+            num: Number of chunks, of one batch entry unless the selection has columns.
+            length: Length T of the dense array.
+            num_heads: Key/value heads of the dense array.
+            has_heads: Whether the array to be sliced has a head axis; segment ids do not.
+        """
+        head, offset = jnp.asarray(self.heads)[i], jnp.asarray(self.offsets)[i]
+        if not has_heads:
+            head, num_heads = jnp.zeros_like(head), 1
+        if self._has_columns(length):
+            return ColumnSlice(chunk, num, offset * num_heads + head, self.rate * num_heads)
+        entry, nth = chunk // self.chunks, chunk % self.chunks
+        start = self.first + nth * self.chunk_length
+        return WindowSlice(entry, start, num, offset, head, num_heads, self.chunk_length, self.rate)
+
+    def max_chunks_together(self, batch: int, length: int) -> int:
+        """Returns how many chunks `head_slice` can take at once."""
+        return batch * self.chunks if self._has_columns(length) else self.chunks
+
+    def _has_columns(self, length: int) -> bool:
+        return self.is_aligned and self.chunks * self.chunk_length == length
+
+    # Packing: all chunks of a head at once.
+
+    def view(self, x: Array) -> Array:
+        """Reshapes (B, T, ...) to three axes, as the methods below expect; to be called outside of loops."""
+        x = x[:, self.first : self.first + self.chunks * self.chunk_length]
+        batch, length = x.shape[:2]
+        return x.reshape((batch * self.chunks, self.num_rows, -1) if self.is_aligned else (batch, length, -1))
+
+    def put_view(self, x: Array, view: Array) -> Array:
+        """Inverts `view`: returns `x` with the positions of this selection replaced."""
+        length = self.chunks * self.chunk_length
+        view = view.reshape(x.shape[0], length, *x.shape[2:])
+        return view if view.shape == x.shape else x.at[:, self.first : self.first + length].set(view)
+
+    def pack(self, view: Array, num_heads: int, starts: Array) -> Array:
+        """Copies the selected rows to (heads, B * chunks, num_rows, width).
+
+        Args:
+            view: View of an array with `num_heads` heads.
+            num_heads: Key/value heads of the array; 1 for an array without heads.
+            starts: Start position of each chunk, (chunks,).
+        """
+        batch = self._batch(view)
+        width = view.shape[2] // (num_heads * (self.rate if self.is_aligned else 1))
+        shape = (batch * self.chunks, self.num_rows, width)
+        packed = jnp.zeros_like(view, shape=(len(self.heads), *shape))
+
+        def body(i: Array, packed: Array) -> Array:
+            rows = self._all_chunks(i, batch, num_heads, starts).read(view)
+            return lax.dynamic_update_index_in_dim(packed, rows.reshape(shape), i, axis=0)
+
+        return lax.fori_loop(0, len(self.heads), body, packed)
+
+    def merge(self, merged: PartialSoftmax, part: PartialSoftmax, num_heads: int, starts: Array) -> PartialSoftmax:
+        """Merges packed rows, (..., G, H) and (..., G), into the views `merged`."""
+        dim = part.out.shape[-1]
+
+        def update(old: tuple[Array, Array], rows: tuple[Array, Array]) -> tuple[Array, Array]:
+            split = lambda x: x.reshape(*x.shape[:-1], -1, dim)  # noqa: E731
+            new = softmax.merge(PartialSoftmax(split(old[0]), old[1]), PartialSoftmax(split(rows[0]), rows[1]))
+            return new.out.reshape(old[0].shape), new.lse
+
+        return PartialSoftmax(*self._update(update, merged, part, num_heads, starts))
+
+    def add(self, sums: tuple[Array, ...], rows: tuple[Array, ...], num_heads: int, starts: Array) -> tuple[Array, ...]:
+        """Adds packed rows to the views `sums`."""
+        plus = lambda old, new: tuple(a + b for a, b in zip(old, new, strict=True))  # noqa: E731
+        return self._update(plus, sums, rows, num_heads, starts)
+
+    def _update(
+        self,
+        update: Callable[..., tuple[Array, ...]],
+        views: tuple[Array, ...],
+        rows: tuple[Array, ...],
+        num_heads: int,
+        starts: Array,
+    ) -> tuple[Array, ...]:
+        batch = self._batch(views[0])
+        rows = tuple(x.reshape(len(self.heads), batch * self.chunks, self.num_rows, -1) for x in rows)
+
+        def body(i: Array, views: tuple[Array, ...]) -> tuple[Array, ...]:
+            at = self._all_chunks(i, batch, num_heads, starts)
+            old = tuple(at.read(view) for view in views)
+            new = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in rows)
+            updated = update(old, tuple(x.reshape(y.shape) for x, y in zip(new, old, strict=True)))
+            return tuple(at.write(view, x) for view, x in zip(views, updated, strict=True))
+
+        return lax.fori_loop(0, len(self.heads), body, tuple(views))
+
+    def _batch(self, view: Array) -> int:
+        return view.shape[0] // self.chunks if self.is_aligned else view.shape[0]
+
+    def _all_chunks(self, i: Array, batch: int, num_heads: int, starts: Array) -> ColumnSlice | RowGather:
+        i = jnp.asarray(i, jnp.int32)
+        head = jnp.asarray(self.heads)[i] if num_heads > 1 else jnp.zeros_like(i)
+        offset = jnp.asarray(self.offsets)[i]
+        if self.is_aligned:
+            return ColumnSlice(jnp.zeros_like(i), batch * self.chunks, offset * num_heads + head, self.rate * num_heads)
+        positions, exists = self._positions(starts[:, None], offset, jnp.asarray(self.counts)[i])
+        local = positions - starts[:, None] + self.chunk_length * jnp.arange(self.chunks, dtype=jnp.int32)[:, None]
+        return RowGather(jnp.where(exists, local, self.chunks * self.chunk_length).ravel(), head, num_heads)
+
+    # Positions in the sequence.
+
+    def positions(self, starts: Array, *, missing: int) -> Array:
+        """Returns segment (`missing` for missing rows) and position of each row: (chunks, heads, num_rows, 2)."""
+        offsets, counts = jnp.asarray(self.offsets)[:, None], jnp.asarray(self.counts)[:, None]
+        positions, exists = self._positions(starts[:, None, None], offsets[None], counts[None])
+        return jnp.stack([jnp.where(exists, positions // self.segment_length, missing), positions], axis=-1)
+
+    def key_ranges(self, query_starts: Array, key_starts: Array, is_causal: bool, first: Array, end: Array) -> Array:
+        """Returns the key rows that blocks of query rows may attend to: (pairs, heads, blocks, 2).
+
+        Args:
+            query_starts: Start position of the query chunk of each pair, (pairs,).
+            key_starts: Start position of the key chunk of each pair, (pairs,).
+            is_causal: Whether queries attend only to keys up to their position.
+            first: First row of each block, (blocks,).
+            end: Last row + 1 of each block, (blocks,).
+        """
+        offsets, counts = (jnp.asarray(x)[None, :, None] for x in (self.offsets, self.counts))
+        first, end = first[None, None, :], end[None, None, :]
+        query_starts, key_starts = query_starts[:, None, None], key_starts[:, None, None]
+        before = self._rank(query_starts, offsets, counts)
+        num_queries = self._rank(query_starts + self.chunk_length, offsets, counts) - before
+        w = self.segment_length
+        low = self._position(before + first, offsets, counts) // w * w
+        last = self._position(before + jnp.minimum(end, num_queries) - 1, offsets, counts)
+        high = last + 1 if is_causal else (last // w + 1) * w
+        key_end = key_starts + self.chunk_length
+        rank = lambda x: self._rank(jnp.clip(x, key_starts, key_end), offsets, counts)  # noqa: E731
+        ranges = jnp.stack([rank(low), rank(high)], axis=-1) - self._rank(key_starts, offsets, counts)[..., None]
+        exists = (first < num_queries) & (counts > 0)
+        return jnp.where(exists[..., None], ranges, 0)
+
+    def _positions(self, start: Array, offset: Array, count: Array) -> tuple[Array, Array]:
+        """Returns the positions of the rows of a chunk, and which of the rows exist."""
+        row = jnp.arange(self.num_rows, dtype=jnp.int32).reshape((1,) * (jnp.ndim(start) - 1) + (-1,))
+        positions = self._position(self._rank(start, offset, count) + row, offset, count)
+        return positions, (positions < start + self.chunk_length) & (count > 0)
+
+    def _rank(self, position: Array, offset: Array, count: Array) -> Array:
+        """Counts the selected positions before this one."""
+        return selected_before(position, self.segment_length, self.rate, offset, count)
+
+    def _position(self, rank: Array, offset: Array, count: Array) -> Array:
+        """Inverts `_rank`."""
+        count = jnp.maximum(count, 1)
+        return rank // count * self.segment_length + offset + rank % count * self.rate
+
+
+def frozen(values: Iterable[int]) -> np.ndarray:
+    """Returns a read-only int32 array."""
+    array = np.array(list(values), np.int32)
+    array.flags.writeable = False
+    return array

@@ -1,0 +1,145 @@
+"""A new kernel implementation is one `Backend`, and a new way to share a segment is one branch class."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from cases import Case, ring_mesh
+
+import ringjax as rj
+from ringjax._src import online_softmax as softmax
+from ringjax._src.branches import registry
+from ringjax._src.branches.shared import SharedBranch
+from ringjax._src.comm import ring_comm
+from ringjax._src.kernels import dispatch, packing
+from ringjax._src.kernels.interface import Backend, Grads
+from ringjax._src.online_softmax import PartialSoftmax
+from ringjax._src.planning import costs
+
+calls = []
+
+
+def naive_pairs(operands, config):
+    """Yields query chunk, key chunk and mask (tasks, n * G, n) of every pair of packed chunks without positions."""
+    tasks, _, rows, _ = operands.query.shape
+    keys = operands.rows.num_rows
+    row, column = jnp.arange(rows)[:, None] // operands.q_per_kv, jnp.arange(keys)[None]
+    counts = jnp.repeat(jnp.asarray(operands.rows.counts), operands.tasks_per_head)[:, None, None]
+    for which in range(len(operands.pairs.query)):
+        mask = jnp.broadcast_to(column[None] < counts, (tasks, rows, keys))
+        if operands.is_causal(config):
+            mask &= (column <= row)[None]
+        if operands.pairs.active is not None:
+            mask &= operands.pairs.active[which]
+        yield operands.pairs.query[which], operands.pairs.key[which], mask
+
+
+def naive_attend(prior, operands, config):
+    """Computes all scores at once."""
+    if operands.pairs is None:
+        return packing.attend_packed(naive_attend, prior, operands, config)
+    calls.append("attend")
+    (k, v), out, lse = operands.kv[0], *prior
+    for q_chunk, k_chunk, mask in naive_pairs(operands, config):
+        scores = jnp.einsum("tmh,tsh->tms", operands.query[:, q_chunk], k[:, k_chunk]) * config.scale
+        scores = jnp.where(mask, scores, -jnp.inf)
+        found_lse = jax.nn.logsumexp(scores, axis=-1)
+        weights = jnp.exp(scores - softmax.for_backward(found_lse)[..., None])
+        found = PartialSoftmax(jnp.einsum("tms,tsh->tmh", weights, v[:, k_chunk]), found_lse)
+        merged = softmax.merge(PartialSoftmax(out[:, q_chunk], lse[:, q_chunk]), found)
+        out, lse = out.at[:, q_chunk].set(merged.out), lse.at[:, q_chunk].set(merged.lse)
+    return PartialSoftmax(out, lse)
+
+
+def naive_attend_bwd(grads, operands, residuals, config):
+    """Computes all scores at once."""
+    if operands.pairs is None:
+        return packing.attend_bwd_packed(naive_attend_bwd, grads, operands, residuals, config)
+    calls.append("attend_bwd")
+    dq, ((dk, dv),) = grads.query, grads.kv
+    (k, v), q = operands.kv[0], operands.query
+    for q_chunk, k_chunk, mask in naive_pairs(operands, config):
+        scores = jnp.einsum("tmh,tsh->tms", q[:, q_chunk], k[:, k_chunk]) * config.scale
+        probs = jnp.where(mask, jnp.exp(scores - residuals.lse[:, q_chunk, :, None]), 0)
+        dprobs = jnp.einsum("tmh,tsh->tms", residuals.dout[:, q_chunk], v[:, k_chunk])
+        dscores = probs * (dprobs - residuals.delta[:, q_chunk, :, None]) * config.scale
+        dq = dq.at[:, q_chunk].add(jnp.einsum("tms,tsh->tmh", dscores, k[:, k_chunk]))
+        dk = dk.at[:, k_chunk].add(jnp.einsum("tms,tmh->tsh", dscores, q[:, q_chunk]))
+        dv = dv.at[:, k_chunk].add(jnp.einsum("tms,tmh->tsh", probs, residuals.dout[:, q_chunk]))
+    return Grads(dq, (jnp.stack([dk, dv]),))
+
+
+class BroadcastBranch(SharedBranch):
+    """Shares a segment by summing arrays that hold each device's keys in its own slot."""
+
+    def send(self, keys):
+        return jax.tree.map(lambda x: jax.lax.psum(self.in_slot(x, self.comm.device()), self.comm.axis_name), keys)
+
+    def in_slot(self, x, device):
+        return jnp.zeros_like(x, shape=(self.comm.axis_size, *x.shape)).at[device].set(x)
+
+    def attend_all(self, queries, keys, in_flight):
+        calls.append("broadcast")
+        partial, me = self.empty_partial(queries), self.comm.device()
+        for hop in range(self.plan.ring_devices):
+            source = self.comm.source(hop)
+            keys = jax.tree.map(lambda x, source=source: x[source], in_flight)
+            partial = self.attend_chunks(partial, queries, keys, query_device=me, key_device=source, is_own=hop == 0)
+        return partial
+
+    def attend_all_bwd(self, queries, keys):
+        me, sent = self.comm.device(), self.send(keys)
+        dq, zero = self.zero_grads(queries, keys)
+        every = self.in_slot(zero, me)
+        for hop in range(self.plan.ring_devices):
+            source = self.comm.source(hop)
+            keys = jax.tree.map(lambda x, source=source: x[source], sent)
+            dq, dkv = self.attend_chunks_bwd(
+                (dq, zero), queries, keys, query_device=me, key_device=source, is_own=hop == 0
+            )
+            every = every.at[source].set(dkv)
+        return dq, jax.lax.psum(every, self.comm.axis_name)[me]
+
+
+def outputs(arrays, pattern, **options):
+    q, k, v, g = arrays
+    out, vjp = jax.vjp(functools.partial(rj.dilated_attention, pattern=pattern, is_causal=True, **options), q, k, v)
+    return out, *vjp(g)
+
+
+@pytest.fixture(autouse=True)
+def _forget_calls():
+    calls.clear()
+
+
+@pytest.mark.parametrize("ring_size", [1, 4])
+def test_new_backend_is_one_registry_entry(ring_size, monkeypatch):
+    case = Case(length=64, kv_heads=2, q_per_kv=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
+    toy = Backend("toy", "toy", None, naive_attend, naive_attend_bwd)
+    arrays = case.arrays("float32")
+    with pytest.raises(ValueError, match="`implementation` must be"):
+        outputs(arrays, case.pattern, implementation="toy")
+    monkeypatch.setitem(dispatch.BACKENDS, "toy", toy)
+    ring = rj.Ring(ring_mesh(ring_size), strategy="ring")
+    found = outputs(arrays, case.pattern, implementation="toy", ring=ring)
+    assert {"attend", "attend_bwd"} <= set(calls)
+    for x, y in zip(found, outputs(arrays, case.pattern, implementation="xla"), strict=True):
+        assert jnp.abs(x - y).max() < 2e-6
+
+
+def test_new_way_to_share_a_segment_is_one_class(monkeypatch, request):
+    case = Case(length=64, kv_heads=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
+    arrays = case.arrays("float32")
+    with pytest.raises(ValueError, match="`strategy` must be"):
+        rj.Ring(ring_mesh(4), strategy="broadcast")
+    ring_comm.STRATEGIES.append("broadcast")
+    request.addfinalizer(lambda: ring_comm.STRATEGIES.remove("broadcast"))
+    monkeypatch.setitem(costs.SHARING, "broadcast", costs.SHARING["all_gather"])
+    monkeypatch.setitem(registry.SHARED_BRANCHES, "broadcast", BroadcastBranch)
+    ring = rj.Ring(ring_mesh(4), layout="zigzag", strategy="broadcast")
+    stored = [rj.to_layout(x, "zigzag", 4) for x in arrays]
+    found = [rj.from_layout(x, "zigzag", 4) for x in outputs(stored, case.pattern, ring=ring)]
+    assert "broadcast" in calls
+    for x, y in zip(found, outputs(arrays, case.pattern, implementation="xla"), strict=True):
+        assert jnp.abs(x - y).max() < 2e-6
