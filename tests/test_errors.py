@@ -103,6 +103,6 @@ def test_long_ids_that_fit_are_taken():
 
 
 def test_a_backend_that_cannot():
-    with pytest.raises(NotImplementedError, match="`implementation='pallas'` cannot do this case"):
+    with pytest.raises(NotImplementedError, match="`implementation='pallas'` does not support this case"):
         call(implementation="pallas")
     assert call(implementation="xla").shape == Q.shape

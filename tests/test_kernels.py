@@ -329,7 +329,7 @@ def call(length=64, head_dim=32, dtype=jnp.float32, **keywords):
     [
         (
             {"head_dim": 512, "implementation": "pallas"},
-            "cannot do this case: the tpu kernels take head dims from 16 to 256",
+            "does not support this case: the tpu kernels take head dims from 16 to 256",
         ),
         ({"dtype": jnp.float16, "implementation": "interpret_tpu"}, "take bfloat16, float32, not float16"),
         ({"length": 8, "implementation": "interpret_gpu"}, "at least 16 selected rows"),

@@ -31,7 +31,7 @@ def test_they_run_unless_told_otherwise(monkeypatch):
     monkeypatch.setenv("RINGJAX_NATIVE", "0")
     jax.clear_caches()  # of what was traced with kernels
     assert "ringjax_forward" not in program()
-    with pytest.raises(NotImplementedError, match="the cpu kernels are not there: RINGJAX_NATIVE=0 is set"):
+    with pytest.raises(NotImplementedError, match="the CPU kernels are unavailable: RINGJAX_NATIVE=0 is set"):
         program(implementation="native")
 
 

@@ -1,11 +1,14 @@
 """The plan: where branches run, bytes, flops, memory, advice and its printed table."""
 
+import functools
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case, count_matrix
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import ringjax as rj
 
@@ -147,6 +150,35 @@ def test_invalid_types_raise_and_name_the_argument(keywords, text):
     with pytest.raises(ValueError, match="must") as caught:
         rj.plan(**{"pattern": PATTERN, **SHAPE, "ring_size": 4, **keywords})
     assert str(caught.value) == text
+
+
+TPU = AbstractDevice(device_kind="TPU v5p", num_cores=1, platform="tpu")
+
+
+@pytest.mark.parametrize("is_inside", [False, True], ids=["ring", "shard_map"])
+def test_memory_budget_is_judged_by_the_platform_that_runs(is_inside):
+    pattern = rj.DilationPattern((2048, 2**20), (1, 16))
+    shape = {"seq_len": 2**20, "num_heads": 8, "head_dim": 128, "ring_size": 8, "dtype": "bfloat16"}
+    on_cpu, on_tpu = (rj.plan(pattern, **shape).memory(platform).gradient for platform in ("cpu", "tpu"))
+    assert on_cpu < on_tpu
+    q = jax.ShapeDtypeStruct((1, 2**20, 8, 128), jnp.bfloat16)
+
+    def run(device, budget):
+        mesh = AbstractMesh((8,), ("ring",), axis_types=(AxisType.Auto,), abstract_device=device)
+        if not is_inside:
+            call = functools.partial(rj.dilated_attention, ring=rj.Ring(mesh, memory_budget=budget), pattern=pattern)
+        else:
+            local = functools.partial(rj.ring_dilated_attention, pattern=pattern, memory_budget=budget)
+            spec = jax.P(None, "ring")
+            call = jax.shard_map(lambda q, k, v: local(q, k, v), mesh=mesh, in_specs=spec, out_specs=spec)
+        return jax.eval_shape(call, q, q, q)
+
+    run(None, on_cpu)
+    run(TPU, on_tpu)
+    with pytest.raises(ValueError, match=rf"`memory_budget` must be at least {on_tpu} bytes per device .* on tpu"):
+        run(TPU, on_cpu)
+    with pytest.raises(ValueError, match="on tpu"):
+        rj.plan(pattern, **shape, platform="tpu", memory_budget=on_cpu)
 
 
 def test_forced_gather_beyond_the_memory_budget_raises():

@@ -1,4 +1,4 @@
-"""What a branch costs on a ring: messages, pairs of rows, bytes. Plain numbers, counted from the geometry."""
+"""The costs of a branch: messages, bytes and attended pairs, counted from the geometry."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class Message(NamedTuple):
     number: int
 
     def times(self, number: int) -> Message:
-        """The message sent so many times as often."""
+        """Returns the message sent this many times as often."""
         return self._replace(number=self.number * number)
 
     def sent(self, ring_devices: int) -> int:
-        """Bytes that leave a device."""
+        """Returns the bytes that leave a device."""
         share = {
             "collective-permute": 1,
             "all-gather": ring_devices - 1,
@@ -50,7 +50,7 @@ class RowBytes(NamedTuple):
 
 
 def row_bytes(spec: AttentionSpec, rows: int) -> RowBytes:
-    """For `rows` rows per key/value head in all chunks of a device and the whole batch."""
+    """Returns the sizes for this many packed key rows on a device."""
     dtype = np.dtype(spec.dtype)
     sums = accumulator(dtype).itemsize
     width = rows * spec.head_dim
@@ -117,7 +117,7 @@ def cheapest_moves(spec: AttentionSpec, rows: int, ring_devices: int, where: str
 
 
 def pairs_per_device(branch: Branch, layout: Layout, ring_size: int, length: int, is_causal: bool) -> np.ndarray:
-    """(query, key) pairs of one batch entry that each device computes, over all key/value heads: (ring_size,)."""
+    """Counts the attended pairs of one batch entry per device, over all key/value heads: (ring_size,)."""
     w, chunk = branch.segment_length, length // layout.multiple(ring_size)
     edges = np.sort(np.concatenate([np.arange(0, length, w), np.arange(0, length, chunk), [length]]))
     edges = edges[np.diff(edges, prepend=-1) > 0]  # a sort is several times faster than the hashing of np.union1d

@@ -1,4 +1,4 @@
-"""How the segments of a pattern lie over the chunks of a ring."""
+"""How segments align with the chunks of a ring, and the row selections that follow."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from ringjax._src.rows.sizes import xla_block_sizes
 
 
 def branches_of(spec: AttentionSpec) -> list[Branch]:
-    """The branches, with a segment that holds the whole sequence extended over its padding."""
+    """Returns the branches; a segment that holds the whole sequence is extended over its padding."""
     longest = lambda b: b.segment_length == spec.seq_len  # noqa: E731
     branches = spec.pattern.branches(spec.kv_heads, spec.seq_len)
     return [b._replace(segment_length=spec.stored_length) if longest(b) else b for b in branches]
 
 
 def is_local(spec: AttentionSpec, branch: Branch) -> bool:
-    """Whether segments lie within chunks, so that no device needs another's keys."""
+    """Returns whether segments lie within chunks, so that no device needs keys of others."""
     return spec.ring_size == 1 or spec.chunk_length % branch.segment_length == 0
 
 
 def unmet_segment_rules(spec: AttentionSpec, branch: Branch) -> list[str]:
-    """What keeps the segments of a branch from being shared by groups of devices."""
+    """Returns the unmet conditions for sharing the segments of a branch by neighboring devices."""
     chunk, p, w = spec.chunk_length, spec.ring_size, branch.segment_length
     spans = w // chunk
     rules = {
@@ -38,13 +38,13 @@ def unmet_segment_rules(spec: AttentionSpec, branch: Branch) -> list[str]:
 
 
 def unmet_rate_rule(spec: AttentionSpec, branch: Branch) -> list[str]:
-    """What keeps a head from selecting the same rows of every chunk."""
+    """Returns the unmet condition for selecting the same rows of every chunk."""
     chunk, rate = spec.chunk_length, branch.rate
     return [f"chunks of {chunk} must be a multiple of the rate {rate}"] if chunk % rate else []
 
 
 def aligned_length(spec: AttentionSpec) -> int | None:
-    """The least stored length, at most twice what is stored, at which every branch takes the fast path, if any."""
+    """Returns the smallest stored length, at most twice the given one, at which every branch takes the fast path."""
     multiple = layout_named(spec.layout).multiple(spec.ring_size)
     inner = [b for b in branches_of(spec) if b.segment_length <= spec.chunk_length]
     step = math.lcm(*(b.segment_length for b in inner))

@@ -1,4 +1,4 @@
-"""How the rows of one segment are cut into blocks."""
+"""Block sizes of plain XLA."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class XlaBlockSizes:
-    """Rows per block, counted in key rows (a query block has `query` times the query heads of a group).
+    """Rows per block, counted in key rows: a query block has `query` rows for each query head of a key/value head.
 
-    Each size divides the one before it: a query block meets the keys before it in blocks of `key` rows, and
-    the keys of its own diagonal, when causal, in steps of `diagonal` rows from which the masked rows are left out.
+    Each size divides the previous one. A query block attends to the keys before it in blocks of `key` rows and, if
+    causal, to the keys on its diagonal in steps of `diagonal` rows, which skip masked query rows.
 
     Attributes:
         query: Rows of a query block.
@@ -27,7 +27,7 @@ class XlaBlockSizes:
             raise ValueError(f"`query`, `key` and `diagonal` must each be a multiple of the next, got {self}.")
 
     def padded(self, rows: int) -> int:
-        """`rows` rounded up to whole query blocks."""
+        """Rounds a number of rows up to whole query blocks."""
         return -(-rows // self.query) * self.query
 
 
@@ -37,18 +37,18 @@ QUERY_ROWS, _KEY_ROWS, _STEP_ROWS = 2048, 512, 256
 
 
 def ring_query_rows(shard_bytes: int, ring_size: int) -> int:
-    """Most rows of a query block where several devices share the cores, for a query of so many bytes on each.
+    """Returns the most rows of a query block on a ring whose devices share the cores and hold queries of this size.
 
-    Blocks of 1024 are about as fast there as larger ones, and up to a tenth faster than 512. Small shards of many
-    devices take 512, so that scores and weights of all their blocks stay well below the sequence.
+    Blocks of 1024 rows are about as fast as larger ones, and up to a tenth faster than 512. Small shards of many
+    devices use 512, so that the scores of their blocks take much less memory than the sequence.
     """
     return 1024 if ring_size <= 4 or shard_bytes >= 4 * 2 * 1024 * _KEY_ROWS * 4 else 512
 
 
-def xla_block_sizes(rows: int, group: int, query_rows: int = QUERY_ROWS) -> XlaBlockSizes:
-    """Sizes for segments of `rows` selected rows and `group` query heads per key/value head, with little padding.
+def xla_block_sizes(rows: int, q_per_kv: int, query_rows: int = QUERY_ROWS) -> XlaBlockSizes:
+    """Returns block sizes with little padding for `rows` selected rows and `q_per_kv` query heads per key/value head.
 
-    A query block has at most about `query_rows` rows, over all heads of the group.
+    A query block has at most about `query_rows` rows, over all query heads of a key/value head.
 
     Example:
         >>> xla_block_sizes(2048, 1)
@@ -56,9 +56,9 @@ def xla_block_sizes(rows: int, group: int, query_rows: int = QUERY_ROWS) -> XlaB
         >>> xla_block_sizes(300, 1)
         XlaBlockSizes(query=304, key=304, diagonal=152)
     """
-    largest_step = min(_STEP_ROWS, max(64, query_rows // group))
+    largest_step = min(_STEP_ROWS, max(64, query_rows // q_per_kv))
     steps = -(-rows // largest_step)
-    blocks = -(-steps * largest_step * group // max(query_rows, largest_step * group))
+    blocks = -(-steps * largest_step * q_per_kv // max(query_rows, largest_step * q_per_kv))
     steps = -(-steps // blocks)  # per query block
     step = -(-rows // (blocks * steps))
     step = step if steps == blocks == 1 else -(-step // 8) * 8
