@@ -170,7 +170,7 @@ def test_memory_budget_is_judged_by_the_platform_that_runs(is_inside):
         else:
             local = functools.partial(rj.ring_dilated_attention, pattern=pattern, memory_budget=budget)
             spec = jax.P(None, "ring")
-            call = jax.shard_map(lambda q, k, v: local(q, k, v), mesh=mesh, in_specs=spec, out_specs=spec)
+            call = jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec)
         return jax.eval_shape(call, q, q, q)
 
     run(None, on_cpu)
