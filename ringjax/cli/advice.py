@@ -15,7 +15,7 @@ from ringjax.cli.roofline import Estimate, estimate
 
 
 class Finding(NamedTuple):
-    """A warning and its fix."""
+    """A warning or note and its fix."""
 
     about: str
     fix: str
@@ -53,6 +53,17 @@ def warnings_of(job: Job, plan: Plan, guess: Estimate | None) -> list[Finding]:
     return found
 
 
+def notes_of(plan: Plan) -> list[Finding]:
+    """Returns the branches whose heads use only some residues, which costs nothing if other branches cover the rest."""
+    found = []
+    for branch in plan.branches:
+        used = len(set(branch.selection.offsets))
+        if branch.selection.num_heads and used < branch.rate:
+            about = f"{branch.segment_length}/{branch.rate}: the heads use {used} of {branch.rate} residues"
+            found.append(Finding(about, f"use a rate of at most {used}, or more key/value heads"))
+    return found
+
+
 def _coverage(job: Job) -> list[Finding]:
     kv_heads = job.num_kv_heads or job.num_heads
     most = 2**28 // (kv_heads * len(job.pattern.segment_lengths))  # counted within seconds
@@ -68,13 +79,6 @@ def _coverage(job: Job) -> list[Finding]:
                 "add a branch of rate 1, such as 2K/1",
             )
         )
-    for branch in job.pattern.branches(kv_heads, job.seq_len):
-        used = len(set(branch.offsets))
-        if branch.num_heads and used < branch.rate and share < 1:
-            name = f"{branch.segment_length}/{branch.rate}"
-            found.append(
-                Finding(f"{name}: the heads use {used} of {branch.rate} residues", f"use a rate of at most {used}")
-            )
     longest = max(job.pattern.segment_lengths)
     if longest < job.seq_len // 2:
         rate = 2 ** max(0, round(math.log2(job.seq_len / 16384)))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
 import fractions
 import functools
+import itertools
 import math
 import re
 from typing import Any, NoReturn, get_args
@@ -223,7 +225,17 @@ class Job:
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors on one line."""
+    """An argument parser that reports errors on one line and suggests options for misspelled ones."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # noqa: ANN401
+        """Parses arguments; reports unknown ones here, where the options of the subcommand are known."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            words = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            close = [difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7) for word in words]
+            hint = f"; did you mean {' and '.join(itertools.chain(*close))}?" if any(close) else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return options, unknown
 
     def error(self, message: str) -> NoReturn:
         """Prints the error with a pointer to `--help` and exits."""

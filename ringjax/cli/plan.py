@@ -16,7 +16,7 @@ from ringjax._src.comm.ring_comm import STRATEGIES
 from ringjax._src.planning.memory import Memory
 from ringjax._src.planning.plan import Plan
 from ringjax._src.planning.table import bytes_text, count_text, plan_table
-from ringjax.cli.advice import Choice, Finding, best_choice, warnings_of
+from ringjax.cli.advice import Choice, Finding, best_choice, notes_of, warnings_of
 from ringjax.cli.arguments import (
     DTYPES,
     LAYOUTS,
@@ -39,6 +39,13 @@ EXAMPLES = """examples:
   ringjax plan --seq-len 1M --heads 16 --head-dim 128 --pattern longnet --ring 8 --causal --device h100
   ringjax plan --seq-len 1M --pattern 2K/1,32K/8,T/64 --ring 8 --causal --device v5p --sweep ring=1,2,4,8,16
   ringjax plan --seq-len 64K --pattern auto --ring 4 --memory 16GB --json
+terms:
+  chunk      contiguous part of the sequence on a device: one per device, or two with the zigzag layout
+  residue    position within a segment modulo the rate; in each branch a head selects one residue
+  hops       sends to the next device in the forward pass; "7 x 16": in 16 parts of 7 hops each
+  rows/hop   selected positions per hop, summed over the heads in a part
+  bwd moves  what rotates in the backward pass: keys and values, or queries, with their gradients
+  balance    work of the busiest device divided by the mean
 """
 _PARSERS: dict[str, tuple[str, Any]] = {
     "ring": ("ring_size", functools.partial(parse_count, most=MOST_DEVICES)),
@@ -86,6 +93,11 @@ class PlanReport:
         limit = self.job.memory_limit
         return None if limit is None else self.memory.gradient <= limit
 
+    @property
+    def notes(self) -> list[Finding]:
+        """Branches whose heads use only some residues, with fixes."""
+        return notes_of(self.plan)
+
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-serializable dictionary."""
         return {
@@ -99,6 +111,7 @@ class PlanReport:
             "longest_seq_len": self.longest,
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
             "warnings": [w._asdict() for w in self.warnings],
+            "notes": [n._asdict() for n in self.notes],
             "best": self.best._asdict(),
         }
 
@@ -109,9 +122,10 @@ class PlanReport:
         best = f"Best: --layout {self.best.layout} --strategy {self.best.strategy}"
         is_best = (self.best.layout, self.best.strategy) == (self.job.layout, self.job.strategy)
         lines += ["", best + (" (already selected)." if is_best else f" ({bytes_text(self.best.sent)} sent).")]
-        for warning in self.warnings:
-            about = textwrap.fill(f"Warning: {warning.about}.", WIDTH, subsequent_indent="    ")
-            lines += [about, f"    Fix: {warning.fix}."]
+        findings = [("Warning", x) for x in self.warnings] + [("Note", x) for x in self.notes]
+        for kind, finding in findings:
+            about = textwrap.fill(f"{kind}: {finding.about}.", WIDTH, subsequent_indent="    ")
+            lines += [about, f"    Fix: {finding.fix}."]
         return "\n".join(lines)
 
 
