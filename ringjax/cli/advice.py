@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
-from ringjax._src.comm.ring_comm import StrategyName
 from ringjax._src.planning.plan import Plan
 from ringjax._src.planning.table import bytes_text
 from ringjax.cli.arguments import Job
@@ -65,12 +63,7 @@ def notes_of(plan: Plan) -> list[Finding]:
 
 
 def _coverage(job: Job) -> list[Finding]:
-    kv_heads = job.num_kv_heads or job.num_heads
-    most = 2**28 // (kv_heads * len(job.pattern.segment_lengths))  # counted within seconds
-    length = min(job.seq_len, 2**20, most)  # the share does not change beyond this length
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        share = job.pattern.coverage(kv_heads, length).share
+    share = job.coverage(2**20).share  # it does not change beyond this length
     found = []
     if share < 1:
         found.append(
@@ -146,6 +139,11 @@ def _memory(job: Job, plan: Plan) -> list[Finding]:
     return [Finding(f"training needs more than {bytes_text(limit)} of memory per device", fix)]
 
 
+def sent_by(plan: Plan) -> int:
+    """Returns the bytes that each device sends in the forward and backward pass."""
+    return sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
+
+
 def best_choice(job: Job) -> Choice:
     """Returns the cheapest layout and strategy among those that fit in memory.
 
@@ -153,13 +151,11 @@ def best_choice(job: Job) -> Choice:
     """
     limit = job.memory_limit or math.inf
     choices = []
-    for layout in ("contiguous", "zigzag") if job.ring_size > 1 else ("contiguous",):
-        for strategy in get_args(StrategyName) if job.ring_size > 1 else ("auto",):
-            plan = dataclasses.replace(job, layout=layout, strategy=strategy, stored_length=None).plan()
-            sent = sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
-            cost = max(plan.flops) if job.hardware is None else estimate(plan, job.hardware).training_seconds
-            choice = Choice(layout, strategy, cost, sent, plan.memory(job.platform).gradient)
-            choices.append((choice.gradient_memory > limit, round(max(plan.flops)), choice))
+    for other in job.variants:
+        plan = other.plan()
+        cost = max(plan.flops) if job.hardware is None else estimate(plan, job.hardware).training_seconds
+        choice = Choice(other.layout, other.strategy, cost, sent_by(plan), plan.memory(job.platform).gradient)
+        choices.append((choice.gradient_memory > limit, round(max(plan.flops)), choice))
     too_much, _, least = min(choices, key=lambda c: (c[0], c[2].cost))
     similar = [c for c in choices if c[2].cost <= 1.01 * least.cost and c[0] <= too_much]
     return min(similar, key=lambda c: (c[1], c[2].sent, c[2].gradient_memory))[2]

@@ -274,7 +274,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pass", dest="part", choices=("forward", "gradient", "both"), default="gradient", help="(%(default)s)"
     )
-    add_job_arguments(parser, seq_len="1M", ring=None)
+    add_job_arguments(parser, seq_len="1M", without=("ring",))
 
 
 def _check_target(name: str) -> None:

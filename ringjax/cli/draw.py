@@ -6,7 +6,6 @@ import argparse
 import io
 import pathlib
 import string
-import warnings
 from typing import Any
 
 import numpy as np
@@ -65,13 +64,12 @@ def _check(what: str, job: Job) -> None:
         raise ValueError(f"--ring must be from 2 to 64 to draw a ring, got {job.ring_size}")
     if what == "mask":
         check_length(job)
-    heads = job.num_kv_heads or job.num_heads
-    if what == "coverage" and heads > _MOST_HEADS:
+    if what == "coverage" and job.kv_heads > _MOST_HEADS:
         raise ValueError(
-            f"--kv-heads (by default --heads) must be at most {_MOST_HEADS} to draw the coverage, got {heads}"
+            f"--kv-heads (by default --heads) must be at most {_MOST_HEADS} to draw the coverage, got {job.kv_heads}"
         )
     for branch in job.plan().branches:
-        pieces = -(-job.seq_len // branch.segment_length) * heads
+        pieces = -(-job.seq_len // branch.segment_length) * job.kv_heads
         if what == "ring" and pieces > _MOST_PIECES:
             raise ValueError(
                 f"--pattern must have longer segments to draw a ring of {job.seq_len} positions: branch "
@@ -169,11 +167,7 @@ def _draw_coverage(figure: Any, job: Job) -> None:  # noqa: ANN401
 
 
 def _coverage_line(job: Job) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        heads = job.num_kv_heads or job.num_heads
-        most = 2**28 // (heads * len(job.pattern.segment_lengths))  # counted within seconds
-        found = job.pattern.coverage(heads, min(job.seq_len, 2**22, most))
+    found = job.coverage(2**22)
     return f"{found.share:.1%} of (position, head) pairs covered; reach {found.reach:,} of {job.seq_len:,} positions"
 
 
@@ -285,7 +279,7 @@ def _ring_text(job: Job) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax draw`."""
     parser.add_argument("what", choices=("mask", "coverage", "ring"), help="picture to draw")
-    add_job_arguments(parser, seq_len="64", ring="8", heads="4", pattern="8/1,32/2,T/4")
+    add_job_arguments(parser, seq_len="64", ring_size="8", num_heads="4", pattern_text="8/1,32/2,T/4")
     parser.add_argument(
         "-o", "--output", type=pathlib.Path, metavar="FILE", help=".png or .svg file (ringjax-WHAT.png)"
     )

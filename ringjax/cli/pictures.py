@@ -29,14 +29,13 @@ def mask_of(job: Job, heads: int) -> np.ndarray:
                [0, 0, 1, 1]])
     """
     check_length(job)
-    kv_heads = job.num_kv_heads or job.num_heads
     p = np.arange(job.seq_len)
     first = np.zeros((heads, job.seq_len, job.seq_len), int)
-    for number, branch in reversed(list(enumerate(job.pattern.branches(kv_heads, job.seq_len), 1))):
+    for number, branch in reversed(list(enumerate(job.branches, 1))):
         same = p[:, None] // branch.segment_length == p[None, :] // branch.segment_length
         same &= (p[None, :] <= p[:, None]) | (not job.is_causal)
         for head in range(heads):
-            chosen = selected(branch, head * kv_heads // job.num_heads, p)
+            chosen = selected(branch, head * job.kv_heads // job.num_heads, p)
             first[head][same & chosen[:, None] & chosen[None, :]] = number
     return first
 
@@ -68,11 +67,9 @@ class Reach(NamedTuple):
 
 def coverage_of(job: Job, positions: int) -> tuple[np.ndarray, list[Reach]]:
     """Counts the branches that select each of the first positions, (heads, positions); also returns their reach."""
-    kv_heads = job.num_kv_heads or job.num_heads
-    branches = job.pattern.branches(kv_heads, job.seq_len)
     p = np.arange(min(positions, job.seq_len))
-    table = np.array([[selected(b, h, p) for b in branches] for h in range(kv_heads)]).sum(axis=1)
-    reach = [Reach(f"{b.segment_length:,} / {b.rate}", b.segment_length, 1 / b.rate) for b in branches]
+    table = np.array([[selected(b, h, p) for b in job.branches] for h in range(job.kv_heads)]).sum(axis=1)
+    reach = [Reach(f"{b.segment_length:,} / {b.rate}", b.segment_length, 1 / b.rate) for b in job.branches]
     return table, reach
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
 import textwrap
 from typing import Any, NamedTuple
@@ -12,26 +11,12 @@ from typing import Any, NamedTuple
 from rich.table import Table
 
 import ringjax
-from ringjax._src.comm.ring_comm import STRATEGIES
 from ringjax._src.planning.memory import Memory
 from ringjax._src.planning.plan import Plan
 from ringjax._src.planning.table import bytes_text, count_text, plan_table
-from ringjax.cli.advice import Choice, Finding, best_choice, notes_of, warnings_of
-from ringjax.cli.arguments import (
-    DTYPES,
-    LAYOUTS,
-    MOST_DEVICES,
-    MOST_HEADS,
-    MOST_TOKENS,
-    Job,
-    add_job_arguments,
-    amount,
-    count,
-    job_of,
-    parse_count,
-)
+from ringjax.cli.advice import Choice, Finding, best_choice, notes_of, sent_by, warnings_of
+from ringjax.cli.arguments import DTYPES, MOST_TOKENS, OPTIONS, Job, add_job_arguments, add_options, job_of
 from ringjax.cli.errors import in_options
-from ringjax.cli.hardware import DEVICES
 from ringjax.cli.output import WIDTH, emit, seconds_text, table_text
 from ringjax.cli.roofline import Estimate, estimate
 
@@ -47,20 +32,8 @@ terms:
   bwd moves  what rotates in the backward pass: keys and values, or queries, with their gradients
   balance    work of the busiest device divided by the mean
 """
-_PARSERS: dict[str, tuple[str, Any]] = {
-    "ring": ("ring_size", functools.partial(parse_count, most=MOST_DEVICES)),
-    "seq-len": ("seq_len", parse_count),
-    "heads": ("num_heads", functools.partial(parse_count, most=MOST_HEADS)),
-    "kv-heads": ("num_kv_heads", functools.partial(parse_count, most=MOST_HEADS)),
-    "head-dim": ("head_dim", functools.partial(parse_count, most=2**16)),
-    "batch": ("batch", functools.partial(parse_count, most=2**20)),
-    "pattern": ("pattern_text", str),
-    "layout": ("layout", str),
-    "strategy": ("strategy", str),
-    "dtype": ("dtype", str),
-    "device": ("device", str),
-}
-_CHOICES: dict[str, Any] = {"layout": LAYOUTS, "strategy": STRATEGIES, "dtype": DTYPES, "device": DEVICES}
+_SWEPT = ["ring", "seq-len", "heads", "kv-heads", "head-dim", "batch"]  # options that --sweep accepts
+_SWEPT += ["pattern", "layout", "strategy", "dtype", "device"]
 _MOST_VALUES = 64  # of a sweep
 _MOST_PIECES = 2**21  # runs of positions within a segment and a chunk, counted for every head offset
 
@@ -232,20 +205,22 @@ def sweep(job: Job, name: str, values: list[str]) -> list[SweepRow]:
         >>> [row.sent for row in rows][0], rows[1].memory.gradient > rows[2].memory.gradient
         (0, True)
     """
-    if name not in _PARSERS:
-        raise ValueError(f"--sweep must name one of {', '.join(_PARSERS)}, got {name!r}")
-    field, parse = _PARSERS[name]
+    if name not in _SWEPT:
+        raise ValueError(f"--sweep must name one of {', '.join(_SWEPT)}, got {name!r}")
     if len(values) > _MOST_VALUES:
         raise ValueError(f"--sweep must have at most {_MOST_VALUES} values, got {len(values)}")
-    for value in values:
-        if name in _CHOICES and value not in _CHOICES[name]:
-            raise ValueError(f"--sweep {name} values must be among {', '.join(_CHOICES[name])}, got {value!r}")
+    return [_sweep_row(value, dataclasses.replace(job, **_change(name, value))) for value in values]
+
+
+def _change(name: str, value: str) -> dict[str, Any]:
+    option = OPTIONS[name]
+    if value not in option.get("choices", (value,)):
+        raise ValueError(f"--sweep {name} values must be among {', '.join(option['choices'])}, got {value!r}")
     try:
-        parsed = [DTYPES[value] if name == "dtype" else parse(value) for value in values]
-    except ValueError as error:
+        parsed = option.get("type", str)(value)
+    except argparse.ArgumentTypeError as error:
         raise ValueError(f"--sweep {name} {error}") from None
-    changes: list[dict[str, Any]] = [{field: x} for x in parsed]
-    return [_sweep_row(value, dataclasses.replace(job, **x)) for value, x in zip(values, changes, strict=True)]
+    return {option["dest"]: DTYPES[value] if name == "dtype" else parsed}
 
 
 def _sweep_row(value: str, job: Job) -> SweepRow:
@@ -256,12 +231,11 @@ def _sweep_row(value: str, job: Job) -> SweepRow:
         return SweepRow(value, None, None, None, None, None, None, None, str(error))
     guess = None if job.hardware is None else estimate(plan, job.hardware)
     memory, limit = plan.memory(job.platform), job.memory_limit
-    sent = sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
     return SweepRow(
         value,
         memory,
         None if limit is None else memory.gradient <= limit,
-        sent,
+        sent_by(plan),
         plan.balance,
         None if guess is None else guess.forward_seconds,
         None if guess is None else guess.training_seconds,
@@ -328,13 +302,9 @@ def _sweep_text(job: Job, name: str, rows: list[SweepRow]) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax plan`."""
     add_job_arguments(parser, seq_len="1M")
+    add_options(parser, "head-shards", "memory", "device")
     parser.add_argument(
-        "--head-shards", type=count(MOST_HEADS), default="1", metavar="S", help="devices that share the heads (1)"
-    )
-    parser.add_argument("--memory", type=amount, help="memory per device: 80GB, 16GiB (that of --device)")
-    parser.add_argument("--device", choices=DEVICES, help="device for the memory limit and the time estimate")
-    parser.add_argument(
-        "--sweep", metavar="NAME=A,B,C", help=f"tabulate the plan over values of one of {', '.join(_PARSERS)}"
+        "--sweep", metavar="NAME=A,B,C", help=f"tabulate the plan over values of one of {', '.join(_SWEPT)}"
     )
 
 

@@ -28,17 +28,8 @@ from ringjax._src.kernels.backend import Implementation, Target
 from ringjax._src.kernels.kernel import BlockSizes
 from ringjax._src.planning.table import bytes_text
 from ringjax._src.validation import check_int
-from ringjax.cli.arguments import (
-    LAYOUTS,
-    MOST_CPU_DEVICES,
-    MOST_DEVICES,
-    Job,
-    add_job_arguments,
-    count,
-    duration,
-    job_of,
-)
-from ringjax.cli.doctor import CPU_DEVICES_HELP, use_devices
+from ringjax.cli.arguments import LAYOUTS, OPTIONS, Job, add_job_arguments, add_options, checked, job_of, parse_seconds
+from ringjax.cli.doctor import use_devices
 from ringjax.cli.files import check_output, write_output
 from ringjax.cli.output import emit, seconds_text, table_text
 from ringjax.cli.running import attention_on, median_seconds, on_devices, random_arrays, ring_mesh, with_gradient
@@ -220,13 +211,11 @@ def tune(
 def _candidates(job: Job) -> Iterator[tuple[str, str]]:
     """Yields the layouts and strategies that lead to different plans."""
     seen = set()
-    for layout in ("contiguous", "zigzag") if job.ring_size > 1 else ("contiguous",):
-        for strategy in ("auto", "ring", "all_gather") if job.ring_size > 1 else ("auto",):
-            plan = dataclasses.replace(job, layout=layout, strategy=strategy).plan()
-            key = layout, tuple(branch.where for branch in plan.branches)
-            if key not in seen:
-                seen.add(key)
-                yield layout, strategy
+    for other in job.variants:
+        key = other.layout, tuple(branch.where for branch in other.plan().branches)
+        if key not in seen:
+            seen.add(key)
+            yield other.layout, other.strategy
 
 
 def _target(implementation: Implementation | None) -> Target | None:
@@ -268,7 +257,7 @@ class _Bench:
 def _check_memory(job: Job) -> None:
     """Raises `ValueError` if the arrays, or the program on CPU devices, do not fit in the memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    heads = 2 * job.num_heads + 2 * (job.num_kv_heads or job.num_heads)
+    heads = 2 * job.num_heads + 2 * job.kv_heads
     needed = 4 * job.batch * job.seq_len * heads * job.head_dim
     if jax.default_backend() == "cpu":
         needed += job.ring_size * job.plan().memory("cpu").gradient
@@ -281,10 +270,12 @@ def _check_memory(job: Job) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax tune`."""
-    add_job_arguments(parser, seq_len="16K", ring=None, is_tuned=True)
-    parser.add_argument("--ring", type=count(MOST_DEVICES), metavar="P", help="devices that share the sequence (all)")
-    parser.add_argument("--cpu-devices", type=count(MOST_CPU_DEVICES), metavar="N", help=CPU_DEVICES_HELP)
-    parser.add_argument("--seconds", type=duration, default=1.0, help="measurement time per trial (%(default)s)")
+    add_job_arguments(parser, seq_len="16K", without=("ring", "segment-ids", "layout", "strategy", "stored-length"))
+    ring = {**OPTIONS["ring"], "default": None, "help": "devices that share the sequence (all)"}
+    parser.add_argument("--ring", **ring)
+    add_options(parser, "cpu-devices")
+    about = "measurement time per trial (%(default)s)"
+    parser.add_argument("--seconds", type=checked(parse_seconds), default=1.0, help=about)
     parser.add_argument(
         "-o", "--output", type=pathlib.Path, default="ringjax-tuning.json", help="file to write (%(default)s)"
     )
@@ -294,7 +285,7 @@ def run(options: argparse.Namespace) -> int:
     """Runs `ringjax tune`."""
     check_output(options.output)  # before minutes of measurement
     use_devices(options.cpu_devices)
-    ring = options.ring or jax.device_count()
+    ring = options.ring_size or jax.device_count()
     if ring > jax.device_count():
         raise ValueError(f"--ring must be at most {jax.device_count()}, the number of available devices, got {ring}")
     job = job_of(options, ring_size=ring)
