@@ -12,10 +12,10 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from rich.table import Table
 
 from ringjax._src.aot.collectives import executed
 from ringjax._src.aot.compile import ENVIRONMENT, compile_for
@@ -111,24 +111,18 @@ class ProgramReport:
     def __str__(self) -> str:
         if self.error:
             return f"{self.target}, {self.part}: compilation failed: {self.error}"
-        table = Table(title=f"{self.target}, {self.part}: compiled in {seconds_text(self.seconds or 0)}")
-        table.title_justify, table.title_style = "left", ""
-        for name in ("per device", "plan", "compiled", "plan / compiled"):
-            table.add_column(name, justify="left" if name == "per device" else "right")
-        _add(table, "memory", self.planned_bytes, self.device_bytes, bytes_text)
-        for name in ("argument", "output", "temporary"):
-            _add(
-                table,
-                f"  {name}s" if name != "temporary" else "  temporaries",
-                None,
-                getattr(self, f"{name}_bytes"),
-                bytes_text,
-            )
-        _add(table, "messages sent", self.planned_permutes, self.permutes, str)
-        _add(table, "bytes sent", self.planned_sent_bytes, self.sent_bytes, bytes_text)
+        title = f"{self.target}, {self.part}: compiled in {seconds_text(self.seconds or 0)}"
+        rows = [
+            _row("memory", self.planned_bytes, self.device_bytes),
+            _row("  arguments", None, self.argument_bytes),
+            _row("  outputs", None, self.output_bytes),
+            _row("  temporaries", None, self.temporary_bytes),
+            _row("messages sent", self.planned_permutes, self.permutes, str),
+            _row("bytes sent", self.planned_sent_bytes, self.sent_bytes),
+        ]
         verdict = "fits" if self.fits else "DOES NOT FIT"
         lines = [
-            table_text(table),
+            table_text(title, ("per device", "plan", "compiled", "plan / compiled"), rows),
             f"The program {verdict} in the {bytes_text(self.limit_bytes)} of a device.",
             f"Of {self.messages} send instructions, {self.messages_async} are asynchronous and "
             f"{self.messages_overlapped} ({self.overlapped:.0%}) overlap with computation.",
@@ -137,9 +131,11 @@ class ProgramReport:
         return "\n".join(lines)
 
 
-def _add(table: Table, name: str, planned: int | None, found: int | None, to_text: Any) -> None:  # noqa: ANN401
+def _row(
+    name: str, planned: int | None, found: int | None, to_text: Callable[[int], str] = bytes_text
+) -> tuple[str, ...]:
     share = "" if planned is None or not found else "exact" if planned == found else f"{planned / found:.3f}"
-    table.add_row(name, "" if planned is None else to_text(planned), "" if found is None else to_text(found), share)
+    return (name, *("" if number is None else to_text(number) for number in (planned, found)), share)
 
 
 def report_program(job: Job, target: Target, part: str) -> ProgramReport:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -72,8 +73,13 @@ def encodable(text: str, encoding: str | None) -> str:
     return text
 
 
-def table_text(table: Table) -> str:
-    """Returns a table as text, at most 120 columns wide."""
+def table_text(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int = 1) -> str:
+    """Returns a table as text, at most 120 columns wide; the first `num_left` columns are left-justified."""
+    table = Table(title=title, title_justify="left", title_style="")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i < num_left else "right")
+    for row in rows:
+        table.add_row(*row)
     out = io.StringIO()
     # cells may contain user input, which is not markup
     console = Console(file=out, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)

@@ -8,8 +8,6 @@ import math
 import textwrap
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 import ringjax
 from ringjax._src.planning.memory import Memory
 from ringjax._src.planning.plan import Plan
@@ -179,13 +177,13 @@ class SweepRow(NamedTuple):
     """The plan for one value of a sweep, or the `error` of planning it."""
 
     value: str
-    memory: Memory | None
-    fits: bool | None
-    sent: int | None
-    balance: float | None
-    forward_seconds: float | None
-    training_seconds: float | None
-    longest: int | None
+    memory: Memory | None = None
+    fits: bool | None = None
+    sent: int | None = None
+    balance: float | None = None
+    forward_seconds: float | None = None
+    training_seconds: float | None = None
+    longest: int | None = None
     error: str = ""
 
 
@@ -209,7 +207,8 @@ def sweep(job: Job, name: str, values: list[str]) -> list[SweepRow]:
         raise ValueError(f"--sweep must name one of {', '.join(_SWEPT)}, got {name!r}")
     if len(values) > _MOST_VALUES:
         raise ValueError(f"--sweep must have at most {_MOST_VALUES} values, got {len(values)}")
-    return [_sweep_row(value, dataclasses.replace(job, **_change(name, value))) for value in values]
+    jobs = [dataclasses.replace(job, **_change(name, value)) for value in values]
+    return [_sweep_row(value, job) for value, job in zip(values, jobs, strict=True)]
 
 
 def _change(name: str, value: str) -> dict[str, Any]:
@@ -228,7 +227,7 @@ def _sweep_row(value: str, job: Job) -> SweepRow:
         plan = job.plan()
         _check_pieces(plan)
     except ValueError as error:
-        return SweepRow(value, None, None, None, None, None, None, None, str(error))
+        return SweepRow(value, error=str(error))
     guess = None if job.hardware is None else estimate(plan, job.hardware)
     memory, limit = plan.memory(job.platform), job.memory_limit
     return SweepRow(
@@ -244,30 +243,23 @@ def _sweep_row(value: str, job: Job) -> SweepRow:
 
 
 def _memory_lines(report: PlanReport) -> list[str]:
-    limit, memory, where = report.job.memory_limit, report.memory, report.job.platform
-    line = (
-        f"Memory per device (estimate, {where}, including arguments and results): "
-        f"{bytes_text(memory.forward)} forward, {bytes_text(memory.gradient)} training"
-    )
-    if limit is None:
-        return [f"{line}."]
-    verdict = "fits" if report.fits else "DOES NOT FIT"
-    return [
-        f"{line}.",
-        f"Training {verdict} in {bytes_text(limit)}; longest sequence that fits: {report.longest:,} tokens.",
-    ]
+    forward, gradient = map(bytes_text, report.memory)
+    about = f"Memory per device (estimate, {report.job.platform}, including arguments and results)"
+    lines = [f"{about}: {forward} forward, {gradient} training."]
+    if report.job.memory_limit is not None:
+        fits = f"{'fits' if report.fits else 'DOES NOT FIT'} in {bytes_text(report.job.memory_limit)}"
+        lines.append(f"Training {fits}; longest sequence that fits: {report.longest:,} tokens.")
+    return lines
 
 
 def _estimate_text(plan: Plan, guess: Estimate) -> str:
-    table = Table(title=f"Time per layer at the peak figures of {guess.device.name} (ESTIMATE, a lower bound)")
-    table.title_justify, table.title_style = "left", ""
-    for name in ("branch", "pass", "compute", "memory", "messages", "total", "messages hidden"):
-        table.add_column(name, justify="left" if name in ("branch", "pass") else "right")
+    title = f"Time per layer at the peak figures of {guess.device.name} (ESTIMATE, a lower bound)"
+    columns = ("branch", "pass", "compute", "memory", "messages", "total", "messages hidden")
+    rows = []
     for branch, *passes in zip(plan.branches, guess.forward, guess.backward, strict=True):
         for name, time in zip(("forward", "backward"), passes, strict=True):
             hidden = f"{1 - time.exposed / time.link:.0%}" if time.link else ""
-            cells = [seconds_text(x) for x in time]
-            table.add_row(f"{branch.segment_length}/{branch.rate}", name, *cells, hidden)
+            rows.append((f"{branch.segment_length}/{branch.rate}", name, *map(seconds_text, time), hidden))
     is_sent = any(time.link for time in (*guess.forward, *guess.backward))
     messages = f"{guess.hidden:.0%} of communication hidden" if is_sent else "no communication"
     total = (
@@ -275,28 +267,26 @@ def _estimate_text(plan: Plan, guess: Estimate) -> str:
         f"({count_text(guess.tokens / guess.training_seconds)} tokens/s);\n{messages}; bound by {guess.bound}. "
         "Real kernels reach a fraction of the peak."
     )
-    return table_text(table) + "\n" + total
+    return table_text(title, columns, rows, num_left=2) + "\n" + total
 
 
 def _sweep_text(job: Job, name: str, rows: list[SweepRow]) -> str:
     platform = "each device" if name == "device" else job.platform
-    table = Table(title=f"{name} from {rows[0].value} to {rows[-1].value} (memory and time are estimates, {platform})")
-    table.title_justify, table.title_style = "left", ""
+    title = f"{name} from {rows[0].value} to {rows[-1].value} (memory and time are estimates, {platform})"
     has_limit, has_time = (any(getattr(r, x) is not None for r in rows) for x in ("fits", "training_seconds"))
-    titles = [name, "forward memory", "training memory", *(["fits", "longest that fits"] if has_limit else [])]
-    titles += ["sent", "balance", *(["forward", "training"] if has_time else [])]
-    for title in titles:
-        table.add_column(title, justify="right")
-    for row in rows:
-        if row.memory is None or row.sent is None or row.balance is None:
-            table.add_row(row.value, row.error)
-            continue
-        cells = [row.value, *map(bytes_text, row.memory)]
-        cells += ["yes" if row.fits else "no", f"{row.longest:,}"] if has_limit else []
-        cells += [bytes_text(row.sent), f"{row.balance:.2f}"]
-        cells += [seconds_text(x or math.nan) for x in (row.forward_seconds, row.training_seconds)] if has_time else []
-        table.add_row(*cells)
-    return table_text(table)
+    columns = [name, "forward memory", "training memory", *(["fits", "longest that fits"] if has_limit else [])]
+    columns += ["sent", "balance", *(["forward", "training"] if has_time else [])]
+    return table_text(title, columns, [_sweep_cells(row, has_limit, has_time) for row in rows], num_left=0)
+
+
+def _sweep_cells(row: SweepRow, has_limit: bool, has_time: bool) -> list[str]:
+    if row.memory is None or row.sent is None or row.balance is None:
+        return [row.value, row.error]
+    cells = [row.value, *map(bytes_text, row.memory)]
+    cells += ["yes" if row.fits else "no", f"{row.longest:,}"] if has_limit else []
+    cells += [bytes_text(row.sent), f"{row.balance:.2f}"]
+    cells += [seconds_text(x or math.nan) for x in (row.forward_seconds, row.training_seconds)] if has_time else []
+    return cells
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

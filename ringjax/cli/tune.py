@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from rich.table import Table
 
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
@@ -100,21 +99,20 @@ class Tuning:
         write_output(pathlib.Path(path), (json.dumps(self.to_dict(), indent=1) + "\n").encode())
 
     def __str__(self) -> str:
-        table = Table(title=f"{self.about} on {self.ring_size} x {self.device}")
-        table.title_justify, table.title_style = "left", ""
-        for name in ("layout", "strategy", "blocks (query x key)", "blocks backward", "pass", "time"):
-            table.add_column(name, justify="right" if name == "time" else "left")
+        columns = ("layout", "strategy", "blocks (query x key)", "blocks backward", "pass", "time")
+        rows = []
         for trial in self.trials:
             s = trial.block_sizes
             sizes = ("default", "default") if s is None else (f"{s.query} x {s.key}", f"{s.grad_query} x {s.grad_key}")
             time = trial.error[:40] if trial.seconds is None else seconds_text(trial.seconds)
-            table.add_row(trial.layout, trial.strategy, *sizes, "training" if trial.is_gradient else "forward", time)
+            part = "training" if trial.is_gradient else "forward"
+            rows.append((trial.layout, trial.strategy, *sizes, part, time))
         if any(trial.block_sizes for trial in self.trials):
             blocks = "default" if self.block_sizes is None else str(self.block_sizes)
         else:
             blocks = "not measured (no Pallas kernels on this platform)"
         best = f"Fastest: layout {self.layout}, strategy {self.strategy}; block sizes: {blocks}."
-        return table_text(table) + "\n" + best
+        return table_text(f"{self.about} on {self.ring_size} x {self.device}", columns, rows, num_left=5) + "\n" + best
 
 
 def load(path: str | pathlib.Path) -> Tuning:
