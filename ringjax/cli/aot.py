@@ -21,7 +21,6 @@ from ringjax._src.aot.collectives import executed
 from ringjax._src.aot.compile import ENVIRONMENT, compile_for
 from ringjax._src.aot.schedule import schedule
 from ringjax._src.aot.targets import CpuTarget, CudaTarget, Target, TpuTarget, target_named
-from ringjax._src.planning.plan import Plan
 from ringjax._src.planning.table import bytes_text
 from ringjax.cli.arguments import MOST_CPU_DEVICES, MOST_DEVICES, Job, add_job_arguments, job_of
 from ringjax.cli.errors import in_options
@@ -35,7 +34,6 @@ targets: tpu:v5e|v5p|v6e:GRID, cuda:a100|h100|b200:1xMACHINESxGPUS, cpu:DEVICES
 no device is required, only its compiler:
   pip install '.[aot-tpu]' or '.[aot-cuda]' in a clone of ringjax, each in a separate environment
 """
-_TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}  # independent of the locale
 _PACKAGES = {"cpu": ("jaxlib",), "tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 
 
@@ -145,10 +143,9 @@ def report_program(job: Job, target: Target, part: str) -> ProgramReport:
     """
     planned = expected(job, target, part)
     with tempfile.TemporaryDirectory() as folder:
+        dump_to = folder if isinstance(target, TpuTarget) else None
         try:
-            program = compile_for(
-                target, job.workload, part == "gradient", folder if isinstance(target, TpuTarget) else None
-            )
+            program = compile_for(target, job.workload, part == "gradient", dump_to)
         except Exception as error:
             return dataclasses.replace(planned, error=_first_words(str(error)))
         allocated = allocated_temporaries(pathlib.Path(folder))
@@ -194,8 +191,7 @@ def report_in_subprocess(job: Job, target_name: str, part: str) -> ProgramReport
         ModuleNotFoundError: If the compiler of the target is not installed.
     """
     target = target_named(target_name)
-    packages = _PACKAGES[target.platform]
-    if not any(importlib.util.find_spec(name) for name in packages):
+    if not any(map(importlib.util.find_spec, _PACKAGES[target.platform])):
         raise ModuleNotFoundError(
             f"--target {target_name} needs a compiler that is not installed: "
             f"pip install '.[aot-{target.platform}]' in a clone of ringjax"
@@ -204,8 +200,9 @@ def report_in_subprocess(job: Job, target_name: str, part: str) -> ProgramReport
     planned = expected(job, target, part)
     asked = json.dumps({"job": dataclasses.asdict(job), "target": target_name, "part": part})
     command = [sys.executable, "-c", "from ringjax.cli.aot import work; work()"]
-    environment = os.environ | ENVIRONMENT
-    done = subprocess.run(command, input=asked, capture_output=True, env=environment, check=False, **_TEXT)
+    options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}  # independent of the locale
+    options |= {"input": asked, "capture_output": True, "env": os.environ | ENVIRONMENT}
+    done = subprocess.run(command, check=False, **options)
     if done.returncode:
         return dataclasses.replace(planned, error=_first_words(done.stderr[-2000:]))
     found = json.loads(done.stdout.splitlines()[-1])
@@ -231,15 +228,17 @@ def on_target(job: Job, target: Target) -> Job:
 def expected(job: Job, target: Target, part: str) -> ProgramReport:
     """Returns what the plan predicts for a program."""
     plan = job.plan()
-    memory, messages = plan.memory(job.platform), _messages(plan, part)
+    memory = plan.memory(job.platform)
+    every = [m for b in plan.branches for m in (b.forward if part == "forward" else b.forward + b.backward)]
+    permutes = [m for m in every if m.op == "collective-permute"]
     return ProgramReport(
         target=_full_name(target),
         part=part,
         devices=target.devices,
         limit_bytes=target.memory_bytes,
         planned_bytes=memory.forward if part == "forward" else memory.gradient,
-        planned_permutes=sum(number for _, number in messages),
-        planned_sent_bytes=sum(size * number for size, number in messages),
+        planned_permutes=sum(m.number for m in permutes),
+        planned_sent_bytes=sum(m.bytes * m.number for m in permutes),
     )
 
 
@@ -251,25 +250,16 @@ def _full_name(target: Target) -> str:
     return f"tpu:{target.topology}"
 
 
-def _messages(plan: Plan, part: str) -> list[tuple[int, int]]:
-    """Returns the (bytes, count) of each kind of permute in a pass."""
-    passes = ("forward",) if part == "forward" else ("forward", "backward")
-    every = [m for branch in plan.branches for name in passes for m in getattr(branch, name)]
-    return [(m.bytes, m.number) for m in every if m.op == "collective-permute"]
-
-
 def _first_words(text: str) -> str:
     return " ".join(text.split())[:600] or "the compiler crashed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax aot`."""
-    parser.add_argument(
-        "--target", required=True, help="devices to compile for, such as tpu:v5p:8x8x8 or cuda:h100:1x8x8"
-    )
-    parser.add_argument(
-        "--pass", dest="part", choices=("forward", "gradient", "both"), default="gradient", help="(%(default)s)"
-    )
+    about = "devices to compile for, such as tpu:v5p:8x8x8 or cuda:h100:1x8x8"
+    parser.add_argument("--target", required=True, help=about)
+    parts = ("forward", "gradient", "both")
+    parser.add_argument("--pass", dest="part", choices=parts, default="gradient", help="(%(default)s)")
     add_job_arguments(parser, seq_len="1M", without=("ring",))
 
 

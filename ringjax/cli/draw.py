@@ -15,7 +15,7 @@ from ringjax._src.planning.table import bytes_text
 from ringjax.cli.arguments import Job, add_job_arguments, job_of
 from ringjax.cli.files import check_output, write_output
 from ringjax.cli.output import emit
-from ringjax.cli.pictures import Reach, Schedule, check_length, coverage_of, mask_of, schedule_of
+from ringjax.cli.pictures import Schedule, coverage_of, mask_of, schedule_of
 
 EXAMPLES = """examples:
   ringjax draw mask --seq-len 64 --pattern 8/1,32/2,T/4 --heads 4 --causal -o mask.png
@@ -26,6 +26,7 @@ EXAMPLES = """examples:
 _COLORS = ("#ffffff", "#1b4f8a", "#d98c21", "#4f9d69", "#a23b72", "#7a7a7a", "#c95d63", "#5b8e7d", "#8d6a9f")
 _SHADES = " ░▒▓█"
 _DIGITS = "." + string.digits[1:] + string.ascii_lowercase  # symbols of branches in text
+_MASKS = 4  # heads shown in a mask picture
 _POSITIONS = 64  # shown in a coverage picture
 _MOST_HEADS = 256  # shown in a coverage picture
 _MOST_PIECES = 2**16  # segments times heads, which are processed one by one
@@ -62,8 +63,6 @@ def _check(what: str, job: Job) -> None:
     """Raises `ValueError` if the attention is invalid or too large to draw."""
     if what == "ring" and not 2 <= job.ring_size <= 64:
         raise ValueError(f"--ring must be from 2 to 64 to draw a ring, got {job.ring_size}")
-    if what == "mask":
-        check_length(job)
     if what == "coverage" and job.kv_heads > _MOST_HEADS:
         raise ValueError(
             f"--kv-heads (by default --heads) must be at most {_MOST_HEADS} to draw the coverage, got {job.kv_heads}"
@@ -92,41 +91,27 @@ def in_text(what: str, job: Job) -> str:
     return {"mask": _mask_text, "coverage": _coverage_text, "ring": _ring_text}[what](job)
 
 
-def _heads(job: Job) -> int:
-    return min(job.num_heads, 4)
-
-
-def _names(job: Job) -> list[str]:
-    branches = job.pattern.branches(job.num_kv_heads or job.num_heads, job.seq_len)
-    return [f"{b.segment_length}/{b.rate}" for b in branches]
-
-
 def _draw_mask(figure: Any, job: Job) -> None:  # noqa: ANN401 - matplotlib is optional
     from matplotlib.colors import ListedColormap  # noqa: PLC0415
     from matplotlib.patches import Patch  # noqa: PLC0415
 
-    heads, names = _heads(job), _names(job)
+    heads, branches = min(job.num_heads, _MASKS), job.branches
     masks = mask_of(job, heads)
     figure.set_size_inches(3.1 * heads + 0.4, 4.1)
     panels = figure.subplots(1, heads, squeeze=False, sharey=True)[0]
-    shades = [_COLORS[1 + i % 8] for i in range(len(names))]
+    shades = [_COLORS[1 + i % 8] for i in range(len(branches))]
     colors = ListedColormap([_COLORS[0], *shades])
     for head, panel in enumerate(panels):
-        panel.imshow(masks[head], cmap=colors, vmin=-0.5, vmax=len(names) + 0.5, interpolation="nearest")
+        panel.imshow(masks[head], cmap=colors, vmin=-0.5, vmax=len(branches) + 0.5, interpolation="nearest")
         panel.set_title(f"head {head}", fontsize=11)
         panel.set_xlabel("key position")
     panels[0].set_ylabel("query position")
-    keys = [Patch(color=shades[i], label=f"segments of {w}, {_every(r)}") for i, (w, r) in _pairs(names)]
+    labels = [f"segments of {branch.segment_length}, {_every(branch.rate)}" for branch in branches]
+    keys = [Patch(color=color, label=label) for color, label in zip(shades, labels, strict=True)]
     figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), heads + 1), frameon=False, fontsize=10)
     causal = "causal " if job.is_causal else ""
-    figure.suptitle(
-        f"Which keys each query attends to: {causal}dilated attention, {job.seq_len} positions", fontsize=12
-    )
-
-
-def _pairs(names: list[str]) -> list[tuple[int, tuple[int, int]]]:
-    split = [name.split("/") for name in names]
-    return [(i, (int(w), int(r))) for i, (w, r) in enumerate(split)]
+    title = f"Which keys each query attends to: {causal}dilated attention, {job.seq_len} positions"
+    figure.suptitle(title, fontsize=12)
 
 
 def _every(rate: int) -> str:
@@ -146,9 +131,8 @@ def _draw_coverage(figure: Any, job: Job) -> None:  # noqa: ANN401
     blues = ["#ffffff", "#bcd4ea", "#7fb0db", "#3f83c0", "#1b4f8a", "#0b2d57"]
     colors = ListedColormap([blues[min(i, 5)] for i in range(most + 1)])
     shown = left.imshow(table, cmap=colors, vmin=-0.5, vmax=most + 0.5, aspect="auto", interpolation="nearest")
-    left.set(
-        xlabel="position", ylabel="key/value head", title=f"Branches that select a position (first {table.shape[1]})"
-    )
+    title = f"Branches that select a position (first {table.shape[1]})"
+    left.set(xlabel="position", ylabel="key/value head", title=title)
     left.yaxis.get_major_locator().set_params(integer=True)
     bar = figure.colorbar(shown, ax=left, ticks=range(most + 1), pad=0.02)
     bar.ax.tick_params(labelsize=9)
@@ -172,7 +156,7 @@ def _coverage_line(job: Job) -> str:
 
 
 def _draw_ring(figure: Any, job: Job) -> None:  # noqa: ANN401
-    schedules = _schedules(job)
+    schedules = [schedule_of(branch) for branch in job.plan().branches]
     widths = [max(1.6, 0.8 + 0.42 * s.group) for s in schedules]
     figure.set_size_inches(2.4 + sum(widths), 2.0 + max(2.2, 0.34 * job.ring_size))
     panels = figure.subplots(1, 1 + len(schedules), width_ratios=(1.5, *widths), squeeze=False)[0]
@@ -181,9 +165,8 @@ def _draw_ring(figure: Any, job: Job) -> None:  # noqa: ANN401
     for panel, schedule in zip(panels[1:], schedules, strict=True):
         _draw_schedule(panel, schedule, colors)
     causal = "causal, " if job.is_causal else ""
-    figure.suptitle(
-        f"{job.seq_len:,} positions over a ring of {job.ring_size} devices ({causal}{job.layout})", fontsize=12
-    )
+    title = f"{job.seq_len:,} positions over a ring of {job.ring_size} devices ({causal}{job.layout})"
+    figure.suptitle(title, fontsize=12)
     figure.supxlabel(
         "Numbers and colors: the device that the current keys came from. At each hop, keys move to the next device.\n"
         "Full color: most work in a hop; pale: less; white: none. Blue lines separate independent rings.",
@@ -234,20 +217,15 @@ def _draw_schedule(panel: Any, schedule: Schedule, colors: np.ndarray) -> None: 
     panel.set_yticks([])
 
 
-def _schedules(job: Job) -> list[Schedule]:
-    return [schedule_of(branch) for branch in job.plan().branches]
-
-
 def _chunks(job: Job) -> np.ndarray:
     """Returns the indices of the chunks held by each device, (devices, chunks per device)."""
     return np.array(layout_named(job.layout).order(job.ring_size)).reshape(job.ring_size, -1)
 
 
 def _mask_text(job: Job) -> str:
-    legend = ", ".join(f"{_DIGITS[i]}: {name}" for i, name in enumerate(_names(job), 1))
-    masks = mask_of(job, _heads(job))
+    legend = ", ".join(f"{_DIGITS[i]}: {b.segment_length}/{b.rate}" for i, b in enumerate(job.branches, 1))
     lines = []
-    for head, mask in enumerate(masks):
+    for head, mask in enumerate(mask_of(job, min(job.num_heads, _MASKS))):
         lines += [f"head {head} ({legend})", *(" ".join(_DIGITS[x] for x in row) for row in mask), ""]
     return "\n".join(lines[:-1])
 
@@ -256,17 +234,14 @@ def _coverage_text(job: Job) -> str:
     table, reach = coverage_of(job, _POSITIONS)
     lines = [_coverage_line(job), "", "branches that select a position, by key/value head:"]
     lines += [f"{head:3d} " + "".join(_DIGITS[x] for x in row) for head, row in enumerate(table)]
-    return "\n".join([*lines, "", *(_reach_line(branch) for branch in reach)])
-
-
-def _reach_line(branch: Reach) -> str:
-    return f"{branch.name:>16} {'#' * branch.distance.bit_length()} 1 key in {round(1 / branch.density)}"
+    bars = [f"{x.name:>16} {'#' * x.distance.bit_length()} 1 key in {round(1 / x.density)}" for x in reach]
+    return "\n".join([*lines, "", *bars])
 
 
 def _ring_text(job: Job) -> str:
     lines = ["device: chunks held"]
     lines += [f"{device:6d}: {' '.join(map(str, held))}" for device, held in enumerate(_chunks(job))]
-    for s in _schedules(job):
+    for s in map(schedule_of, job.plan().branches):
         sent = "no communication" if s.where == "local" else f"{bytes_text(s.hop_bytes)} per hop"
         lines += ["", f"{s.name}: {s.where}, {sent}; source of the keys at each hop, and relative work:"]
         shade = np.ceil(s.work / max(s.work.max(), 1.0) * (len(_SHADES) - 1)).astype(int)
@@ -280,9 +255,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax draw`."""
     parser.add_argument("what", choices=("mask", "coverage", "ring"), help="picture to draw")
     add_job_arguments(parser, seq_len="64", ring_size="8", num_heads="4", pattern_text="8/1,32/2,T/4")
-    parser.add_argument(
-        "-o", "--output", type=pathlib.Path, metavar="FILE", help=".png or .svg file (ringjax-WHAT.png)"
-    )
+    about = ".png or .svg file (ringjax-WHAT.png)"
+    parser.add_argument("-o", "--output", type=pathlib.Path, metavar="FILE", help=about)
     parser.add_argument("--ascii", action="store_true", help="print as text instead")
 
 
@@ -291,11 +265,12 @@ def run(options: argparse.Namespace) -> int:
     job = job_of(options)
     if options.ascii and options.output:
         raise ValueError(f"--output must not be given with --ascii, got {str(options.output)!r}")
+    data = {"command": "draw", "what": options.what}
     if options.ascii:
         text = in_text(options.what, job)
-        emit(options, {"command": "draw", "what": options.what, "text": text}, text)
-        return 0
-    path = options.output or pathlib.Path(f"ringjax-{options.what}.png")
-    draw(options.what, job, path)
-    emit(options, {"command": "draw", "what": options.what, "file": str(path)}, f"Saved {path}.")
+        emit(options, {**data, "text": text}, text)
+    else:
+        path = options.output or pathlib.Path(f"ringjax-{options.what}.png")
+        draw(options.what, job, path)
+        emit(options, {**data, "file": str(path)}, f"Saved {path}.")
     return 0

@@ -44,17 +44,12 @@ def flush_stdout() -> None:
 
 def _output_error(error: OSError) -> OSError | ValueError:
     """Returns the error to raise; discards standard output so that Python does not report it again at exit."""
-    discard_stdout()
-    if isinstance(error, BrokenPipeError):
-        return error
-    return ValueError(f"standard output cannot be written: {error.strerror or error}")
-
-
-def discard_stdout() -> None:
-    """Redirects standard output, including its buffer, to the null device."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
+    if isinstance(error, BrokenPipeError):
+        return error
+    return ValueError(f"standard output cannot be written: {error.strerror or error}")
 
 
 def encodable(text: str, encoding: str | None) -> str:

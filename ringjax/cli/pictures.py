@@ -28,7 +28,11 @@ def mask_of(job: Job, heads: int) -> np.ndarray:
                [2, 0, 1, 0],
                [0, 0, 1, 1]])
     """
-    check_length(job)
+    if job.seq_len > LONGEST:
+        raise ValueError(
+            f"--seq-len must be at most {LONGEST} to draw a mask, got {job.seq_len}: scale the pattern down, "
+            "for example --seq-len 64 --pattern 8/1,32/2,T/4"
+        )
     p = np.arange(job.seq_len)
     first = np.zeros((heads, job.seq_len, job.seq_len), int)
     for number, branch in reversed(list(enumerate(job.branches, 1))):
@@ -38,15 +42,6 @@ def mask_of(job: Job, heads: int) -> np.ndarray:
             chosen = selected(branch, head * job.kv_heads // job.num_heads, p)
             first[head][same & chosen[:, None] & chosen[None, :]] = number
     return first
-
-
-def check_length(job: Job) -> None:
-    """Raises `ValueError` if the sequence is too long to draw its mask."""
-    if job.seq_len > LONGEST:
-        raise ValueError(
-            f"--seq-len must be at most {LONGEST} to draw a mask, got {job.seq_len}: scale the pattern down, "
-            "for example --seq-len 64 --pattern 8/1,32/2,T/4"
-        )
 
 
 def selected(branch: Branch, head: int, p: np.ndarray) -> np.ndarray:

@@ -90,9 +90,8 @@ class Tuning:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-serializable dictionary."""
-        trials = [{**trial._asdict(), "block_sizes": _plain(trial.block_sizes)} for trial in self.trials]
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**fields, "version": _VERSION, "block_sizes": _plain(self.block_sizes), "trials": trials}
+        data = dataclasses.asdict(self)
+        return {**data, "version": _VERSION, "trials": [trial._asdict() for trial in data["trials"]]}
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes the tuning to a file that `load` reads."""
@@ -138,28 +137,23 @@ def load(path: str | pathlib.Path) -> Tuning:
             raise ValueError
         trials = tuple(Trial(**{**trial, "block_sizes": _sizes(trial["block_sizes"])}) for trial in data["trials"])
         tuning = Tuning(**{**data, "block_sizes": _sizes(data["block_sizes"]), "trials": trials})
-        _check_tuning(tuning)
-        return tuning
+        check_int("ring_size", tuning.ring_size)
+        if _is_written_here(tuning):
+            return tuning
+        raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(
-            f"`path` must be a file written by this version of `ringjax tune`, got {str(path)!r}."
-        ) from None
+        wanted = "`path` must be a file written by this version of `ringjax tune`"
+        raise ValueError(f"{wanted}, got {str(path)!r}.") from None
 
 
-def _check_tuning(tuning: Tuning) -> None:
-    """Raises `ValueError` for values that `ringjax tune` never writes."""
-    check_int("ring_size", tuning.ring_size)
-    choices = [(tuning.layout, tuning.strategy), *((trial.layout, trial.strategy) for trial in tuning.trials)]
-    if not all(layout in LAYOUTS and strategy in STRATEGIES for layout, strategy in choices):
-        raise ValueError
-    if not all(isinstance(text, str) for text in (tuning.device, tuning.about, *(t.error for t in tuning.trials))):
-        raise ValueError
-    if not all(t.seconds is None or (isinstance(t.seconds, float) and t.seconds >= 0) for t in tuning.trials):
-        raise ValueError
-
-
-def _plain(sizes: BlockSizes | None) -> dict[str, int] | None:
-    return None if sizes is None else dataclasses.asdict(sizes)
+def _is_written_here(tuning: Tuning) -> bool:
+    trials = tuning.trials
+    choices: list[Tuning | Trial] = [tuning, *trials]
+    return (
+        all(x.layout in LAYOUTS and x.strategy in STRATEGIES for x in choices)
+        and all(isinstance(text, str) for text in (tuning.device, tuning.about, *(t.error for t in trials)))
+        and all(t.seconds is None or (isinstance(t.seconds, float) and t.seconds >= 0) for t in trials)
+    )
 
 
 def _sizes(data: dict[str, int] | None) -> BlockSizes | None:
@@ -274,9 +268,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "cpu-devices")
     about = "measurement time per trial (%(default)s)"
     parser.add_argument("--seconds", type=checked(parse_seconds), default=1.0, help=about)
-    parser.add_argument(
-        "-o", "--output", type=pathlib.Path, default="ringjax-tuning.json", help="file to write (%(default)s)"
-    )
+    file = "ringjax-tuning.json"
+    parser.add_argument("-o", "--output", type=pathlib.Path, default=file, help="file to write (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:
