@@ -260,7 +260,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--target", required=True, help=about)
     parts = ("forward", "gradient", "both")
     parser.add_argument("--pass", dest="part", choices=parts, default="gradient", help="(%(default)s)")
-    add_job_arguments(parser, seq_len="1M", without=("ring",))
+    add_job_arguments(parser, "ring")
 
 
 def _check_target(name: str) -> None:

@@ -39,6 +39,10 @@ _SIZES = ["seq_len", "num_heads", "head_dim", "stored_length", "num_kv_heads", "
 _SIZES += ["strategy", "has_segment_ids"]
 
 
+class InvalidValueError(argparse.ArgumentTypeError, ValueError):
+    """The value of an option is invalid; `argparse` shows the message."""
+
+
 def parse_count(text: str, most: int = MOST_TOKENS) -> int:
     """Parses a count of tokens or devices; K, M and G are powers of 1024.
 
@@ -71,7 +75,7 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds <= _MOST_SECONDS:
-        raise ValueError(f"must be a number of seconds from 0 to {_MOST_SECONDS:.0f}, got {text!r}")
+        raise InvalidValueError(f"must be a number of seconds from 0 to {_MOST_SECONDS:.0f}, got {text!r}")
     return seconds
 
 
@@ -82,32 +86,28 @@ def _parse(text: str, units: dict[str, int], wanted: str, most: int) -> int:
         digits, decimals, unit = found.groups()
         value = fractions.Fraction(re.sub("[,_]", "", digits) + (decimals or "")) * units.get(unit.upper(), 0)
     if value < 1 or value.denominator != 1:
-        raise ValueError(f"must be {wanted}, got {text!r}")
+        raise InvalidValueError(f"must be {wanted}, got {text!r}")
     if value > most:
-        raise ValueError(f"must be at most {most:,}, got {text!r}")
+        raise InvalidValueError(f"must be at most {most:,}, got {text!r}")
     return int(value)
 
 
-def parse_pattern(
-    text: str, seq_len: int, *, offsets: Offsets = "mod", heads: Heads = "all", mixing: Mixing = "exact"
-) -> DilationPattern:
+def parse_pattern(text: str, seq_len: int, **options: Any) -> DilationPattern:  # noqa: ANN401
     """Parses a pattern: ``"longnet"``, ``"auto"`` (chosen by length), or segments/rates such as ``"2K/1,16K/4,T/16"``.
 
     Args:
         text: The pattern, where T is the whole sequence.
         seq_len: Length of the sequence.
-        offsets: As for `DilationPattern`.
-        heads: As for `DilationPattern`.
-        mixing: As for `DilationPattern`.
+        **options: `offsets`, `heads` and `mixing` of `DilationPattern`.
 
     Example:
         >>> parse_pattern("2K/1,T/16", seq_len=65536)
         DilationPattern(2048/1, 65536/16)
     """
     if text == "longnet":
-        return DilationPattern.longnet(offsets=offsets, heads=heads, mixing=mixing)
+        return DilationPattern.longnet(**options)
     if text == "auto":
-        return DilationPattern.for_length(seq_len, offsets=offsets, heads=heads, mixing=mixing)
+        return DilationPattern.for_length(seq_len, **options)
     pairs = [pair.split("/") for pair in text.split(",")]
     if any(len(pair) != 2 for pair in pairs):
         raise ValueError(
@@ -121,7 +121,7 @@ def parse_pattern(
         rates = tuple(parse_count(r) for _, r in pairs)
     except ValueError as error:
         raise ValueError(f"--pattern {text!r}: each segment length and rate {error}") from None
-    return DilationPattern(lengths, rates, offsets=offsets, heads=heads, mixing=mixing)
+    return DilationPattern(lengths, rates, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,7 +156,7 @@ class Job:
     @property
     def pattern(self) -> DilationPattern:
         """The pattern at this sequence length."""
-        options: dict[str, Any] = {"offsets": self.offsets, "heads": self.heads, "mixing": self.mixing}
+        options = {"offsets": self.offsets, "heads": self.heads, "mixing": self.mixing}
         return parse_pattern(self.pattern_text, self.seq_len, **options)
 
     @property
@@ -226,62 +226,35 @@ class Job:
         return plan(self.pattern, ring_size=self.ring_size, head_shards=self.head_shards, **self._sizes)
 
 
-def checked(parse: Any) -> Any:  # noqa: ANN401 - what argparse takes for a type
-    """Returns an `argparse` type whose errors show the message of `parse`."""
-
-    def typed(text: str) -> Any:  # noqa: ANN401
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return typed
+def _option(field: str, about: str, most: int | None = None, **settings: Any) -> dict[str, Any]:  # noqa: ANN401
+    if most is not None:
+        settings["type"] = functools.partial(parse_count, most=most)
+    return {"dest": field, "help": about + (" (%(default)s)" if "default" in settings else ""), **settings}
 
 
-def count(most: int = MOST_TOKENS) -> Any:  # noqa: ANN401
-    """Returns an `argparse` type for counts."""
-    return checked(functools.partial(parse_count, most=most))
-
-
-def _option(field: str, about: str, **settings: Any) -> dict[str, Any]:  # noqa: ANN401
-    return {"dest": field, "help": about, **settings}
-
-
+_PATTERNS = "longnet, auto (by length), or segments/rates: 2K/1,16K/4,T/16, where T is the sequence"
 # The options of all commands by name; the destination of those that describe an attention is a field of `Job`.
 OPTIONS: dict[str, dict[str, Any]] = {
-    "seq-len": _option("seq_len", "sequence length: 65536, 256K, 1M (%(default)s)", type=count(), metavar="T"),
-    "heads": _option("num_heads", "query heads (%(default)s)", type=count(MOST_HEADS), default="16", metavar="N"),
-    "kv-heads": _option("num_kv_heads", "key/value heads (same as --heads)", type=count(MOST_HEADS), metavar="K"),
-    "head-dim": _option("head_dim", "head dimension (%(default)s)", type=count(2**16), default="128", metavar="H"),
-    "batch": _option("batch", "sequences per device (%(default)s)", type=count(2**20), default="1", metavar="B"),
-    "pattern": _option(
-        "pattern_text",
-        "longnet, auto (by length), or segments/rates: 2K/1,16K/4,T/16, where T is the sequence (%(default)s)",
-        default="longnet",
-        metavar="PATTERN",
-    ),
-    "offsets": _option("offsets", "offset rule (%(default)s)", choices=get_args(Offsets), default="mod"),
-    "branch-heads": _option("heads", "heads per branch (%(default)s)", choices=get_args(Heads), default="all"),
-    "mixing": _option("mixing", "how branches are combined (%(default)s)", choices=get_args(Mixing), default="exact"),
+    "seq-len": _option("seq_len", "sequence length: 65536, 256K, 1M", MOST_TOKENS, default="1M", metavar="T"),
+    "heads": _option("num_heads", "query heads", MOST_HEADS, default="16", metavar="N"),
+    "kv-heads": _option("num_kv_heads", "key/value heads (same as --heads)", MOST_HEADS, metavar="K"),
+    "head-dim": _option("head_dim", "head dimension", 2**16, default="128", metavar="H"),
+    "batch": _option("batch", "sequences per device", 2**20, default="1", metavar="B"),
+    "pattern": _option("pattern_text", _PATTERNS, default="longnet", metavar="PATTERN"),
+    "offsets": _option("offsets", "offset rule", choices=get_args(Offsets), default="mod"),
+    "branch-heads": _option("heads", "heads per branch", choices=get_args(Heads), default="all"),
+    "mixing": _option("mixing", "how branches are combined", choices=get_args(Mixing), default="exact"),
     "causal": _option("is_causal", "causal attention", action="store_true"),
-    "dtype": _option("dtype", "dtype of the arrays (%(default)s)", choices=DTYPES, default="bf16"),
-    "ring": _option(
-        "ring_size", "devices that share the sequence (%(default)s)", type=count(MOST_DEVICES), default="1", metavar="P"
-    ),
+    "dtype": _option("dtype", "dtype of the arrays", choices=DTYPES, default="bf16"),
+    "ring": _option("ring_size", "devices that share the sequence", MOST_DEVICES, default="1", metavar="P"),
     "segment-ids": _option("has_segment_ids", "the sequence packs several documents", action="store_true"),
     "layout": _option("layout", "sequence layout (zigzag if causal, else contiguous)", choices=LAYOUTS),
-    "strategy": _option(
-        "strategy", "how keys and values are exchanged (%(default)s)", choices=STRATEGIES, default="auto"
-    ),
-    "stored-length": _option("stored_length", "padded length", type=count(), metavar="T"),
-    "head-shards": _option(
-        "head_shards", "devices that share the heads (%(default)s)", type=count(MOST_HEADS), default="1", metavar="S"
-    ),
-    "memory": _option("memory", "memory per device: 80GB, 16GiB (that of --device)", type=checked(parse_bytes)),
+    "strategy": _option("strategy", "how keys and values are exchanged", choices=STRATEGIES, default="auto"),
+    "stored-length": _option("stored_length", "padded length", MOST_TOKENS, metavar="T"),
+    "head-shards": _option("head_shards", "devices that share the heads", MOST_HEADS, default="1", metavar="S"),
+    "memory": _option("memory", "memory per device: 80GB, 16GiB (that of --device)", type=parse_bytes),
     "device": _option("device", "device for the memory limit and the time estimate", choices=DEVICES),
-    "cpu-devices": _option(
-        "cpu_devices", "simulate N CPU devices on this machine", type=count(MOST_CPU_DEVICES), metavar="N"
-    ),
+    "cpu-devices": _option("cpu_devices", "simulate N CPU devices on this machine", MOST_CPU_DEVICES, metavar="N"),
 }
 
 
@@ -292,20 +265,11 @@ def add_options(parser: argparse._ActionsContainer, *names: str, **defaults: str
     parser.set_defaults(**defaults)
 
 
-def add_job_arguments(
-    parser: argparse.ArgumentParser, *, seq_len: str, without: tuple[str, ...] = (), **defaults: str
-) -> None:
-    """Adds the options that describe an attention.
-
-    Args:
-        parser: The parser to extend.
-        seq_len: Default sequence length.
-        without: Options to omit.
-        **defaults: Other defaults, by field.
-    """
-    group = parser.add_argument_group("attention")
+def add_job_arguments(parser: argparse.ArgumentParser, *without: str, **defaults: str) -> None:
+    """Adds the options that describe an attention, without some; `defaults` replace those of `OPTIONS`, by field."""
     omitted = {"head-shards", "memory", "device", "cpu-devices", *without}
-    add_options(group, *(name for name in OPTIONS if name not in omitted), seq_len=seq_len, **defaults)
+    names = (name for name in OPTIONS if name not in omitted)
+    add_options(parser.add_argument_group("attention"), *names, **defaults)
 
 
 def job_of(options: argparse.Namespace, **changes: Any) -> Job:  # noqa: ANN401

@@ -20,7 +20,7 @@ from ringjax._src.kernels.backend import Case, Target
 from ringjax._src.kernels.cpu import build
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.planning.table import bytes_text
-from ringjax.cli.arguments import add_options, checked, parse_seconds
+from ringjax.cli.arguments import add_options, parse_seconds
 from ringjax.cli.output import emit
 from ringjax.cli.running import (
     attention_on,
@@ -107,8 +107,8 @@ class Diagnosis:
         """Returns a JSON-serializable dictionary."""
         checks = [{**check._asdict(), "passed": check.passed} for check in self.checks]
         measured = None if self.measurement is None else self.measurement._asdict()
-        data = {"command": "doctor", "is_well": self.is_well, "checks": checks, "measurement": measured}
-        return {**data, **{x: getattr(self, x) for x in ("versions", "variables", "devices", "kernels", "seconds")}}
+        data = {"command": "doctor", "is_well": self.is_well, **vars(self)}
+        return {**data, "checks": checks, "measurement": measured}
 
     def __str__(self) -> str:
         lines = ["versions   " + ", ".join(f"{name} {version}" for name, version in self.versions.items())]
@@ -230,7 +230,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_options(parser, "cpu-devices")
     parser.add_argument("--distributed", action="store_true", help="join the processes of a cluster first")
     about = "measurement time; 0 skips the measurement (%(default)s)"
-    parser.add_argument("--seconds", type=checked(parse_seconds), default=10.0, help=about)
+    parser.add_argument("--seconds", type=parse_seconds, default=10.0, help=about)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -114,8 +114,7 @@ def plan_report(job: Job) -> PlanReport:
         >>> report.fits, report.best.layout, report.warnings[0].fix
         (True, 'zigzag', '--layout zigzag')
     """
-    plan = job.plan()
-    _check_pieces(plan)
+    plan = _countable_plan(job)
     guess = None if job.hardware is None else estimate(plan, job.hardware)
     return PlanReport(
         job,
@@ -128,12 +127,9 @@ def plan_report(job: Job) -> PlanReport:
     )
 
 
-def _check_pieces(plan: Plan) -> None:
-    """Checks that the work per device can be counted within seconds.
-
-    Raises:
-        ValueError: If the segments are too short for the sequence length.
-    """
+def _countable_plan(job: Job) -> Plan:
+    """Returns the plan of a job; raises `ValueError` if its work cannot be counted within seconds."""
+    plan = job.plan()
     chunks = plan.request.stored_length // plan.request.chunk_length
     for branch in plan.branches:
         segments = plan.request.stored_length // branch.segment_length
@@ -143,6 +139,7 @@ def _check_pieces(plan: Plan) -> None:
                 f"--pattern must have longer segments or smaller rates at --seq-len {plan.request.seq_len}: branch "
                 f"{branch.segment_length}/{branch.rate} has {pieces:,} pieces to count, limit {_MOST_PIECES:,}"
             )
+    return plan
 
 
 def longest_that_fits(job: Job, most: int = MOST_TOKENS) -> int:
@@ -217,15 +214,14 @@ def _change(name: str, value: str) -> dict[str, Any]:
         raise ValueError(f"--sweep {name} values must be among {', '.join(option['choices'])}, got {value!r}")
     try:
         parsed = option.get("type", str)(value)
-    except argparse.ArgumentTypeError as error:
+    except ValueError as error:
         raise ValueError(f"--sweep {name} {error}") from None
     return {option["dest"]: DTYPES[value] if name == "dtype" else parsed}
 
 
 def _sweep_row(value: str, job: Job) -> SweepRow:
     try:
-        plan = job.plan()
-        _check_pieces(plan)
+        plan = _countable_plan(job)
     except ValueError as error:
         return SweepRow(value, error=str(error))
     guess = None if job.hardware is None else estimate(plan, job.hardware)
@@ -291,7 +287,7 @@ def _sweep_cells(row: SweepRow, has_limit: bool, has_time: bool) -> list[str]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax plan`."""
-    add_job_arguments(parser, seq_len="1M")
+    add_job_arguments(parser)
     add_options(parser, "head-shards", "memory", "device")
     parser.add_argument(
         "--sweep", metavar="NAME=A,B,C", help=f"tabulate the plan over values of one of {', '.join(_SWEPT)}"

@@ -1,10 +1,4 @@
-"""`ringjax tune`: measures layouts, strategies and block sizes on the available devices and saves the fastest.
-
-ringjax tune --seq-len 64K --causal -o tuning.json
-
-tuning = ringjax.cli.tune.load("tuning.json")
-out = ringjax.dilated_attention(q, k, v, pattern, ring=tuning.ring(mesh), block_sizes=tuning.block_sizes)
-"""
+"""`ringjax tune`: measures layouts, strategies and block sizes on the available devices and saves the fastest."""
 
 from __future__ import annotations
 
@@ -27,7 +21,7 @@ from ringjax._src.kernels.backend import Implementation, Target
 from ringjax._src.kernels.kernel import BlockSizes
 from ringjax._src.planning.table import bytes_text
 from ringjax._src.validation import check_int
-from ringjax.cli.arguments import LAYOUTS, OPTIONS, Job, add_job_arguments, add_options, checked, job_of, parse_seconds
+from ringjax.cli.arguments import LAYOUTS, OPTIONS, Job, add_job_arguments, add_options, job_of, parse_seconds
 from ringjax.cli.doctor import use_devices
 from ringjax.cli.files import check_output, write_output
 from ringjax.cli.output import emit, seconds_text, table_text
@@ -262,12 +256,12 @@ def _check_memory(job: Job) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax tune`."""
-    add_job_arguments(parser, seq_len="16K", without=("ring", "segment-ids", "layout", "strategy", "stored-length"))
+    add_job_arguments(parser, "ring", "segment-ids", "layout", "strategy", "stored-length", seq_len="16K")
     ring = {**OPTIONS["ring"], "default": None, "help": "devices that share the sequence (all)"}
     parser.add_argument("--ring", **ring)
     add_options(parser, "cpu-devices")
     about = "measurement time per trial (%(default)s)"
-    parser.add_argument("--seconds", type=checked(parse_seconds), default=1.0, help=about)
+    parser.add_argument("--seconds", type=parse_seconds, default=1.0, help=about)
     file = "ringjax-tuning.json"
     parser.add_argument("-o", "--output", type=pathlib.Path, default=file, help="file to write (%(default)s)")
 
