@@ -7,7 +7,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -239,7 +238,6 @@ def run(options: argparse.Namespace) -> int:
     found = examine(options.seconds)
     if jax.process_index() == 0:
         emit(options, found.to_dict(), str(found))
-    sys.stdout.flush()
     return 0 if found.is_well else 1
 
 

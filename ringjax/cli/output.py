@@ -23,10 +23,9 @@ def emit(options: argparse.Namespace, data: dict[str, Any], text: str) -> None:
     """Prints the result of a command, as JSON if requested."""
     text = json.dumps(data, indent=1) if options.json else text
     try:
-        print(encodable(text, sys.stdout.encoding))
+        print(encodable(text, sys.stdout.encoding), flush=True)
     except OSError as error:
         raise _output_error(error) from None
-    flush_stdout()
 
 
 def flush_stdout() -> None:

@@ -289,9 +289,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax plan`."""
     add_job_arguments(parser)
     add_options(parser, "head-shards", "memory", "device")
-    parser.add_argument(
-        "--sweep", metavar="NAME=A,B,C", help=f"tabulate the plan over values of one of {', '.join(_SWEPT)}"
-    )
+    about = f"tabulate the plan over values of one of {', '.join(_SWEPT)}"
+    parser.add_argument("--sweep", metavar="NAME=A,B,C", help=about)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -100,9 +101,8 @@ class Tuning:
             time = trial.error[:40] if trial.seconds is None else seconds_text(trial.seconds)
             part = "training" if trial.is_gradient else "forward"
             rows.append((trial.layout, trial.strategy, *sizes, part, time))
-        if any(trial.block_sizes for trial in self.trials):
-            blocks = "default" if self.block_sizes is None else str(self.block_sizes)
-        else:
+        blocks = "default" if self.block_sizes is None else str(self.block_sizes)
+        if not any(trial.block_sizes for trial in self.trials):
             blocks = "not measured (no Pallas kernels on this platform)"
         best = f"Fastest: layout {self.layout}, strategy {self.strategy}; block sizes: {blocks}."
         return table_text(f"{self.about} on {self.ring_size} x {self.device}", columns, rows, num_left=5) + "\n" + best
@@ -182,11 +182,11 @@ def tune(
     chosen = None
     if target is not None and all(b.kernels[target] == "pallas" for b in job.plan().branches):
         tried = list(itertools.product(*_SIZES[target])) if sizes is None else list(sizes)
-        measure: Callable[..., Trial] = lambda s, g: bench.trial(best.layout, best.strategy, s, is_gradient=g)  # noqa: E731
-        forward = [measure(None, False), *(measure(BlockSizes(q, k), False) for q, k in tried)]
+        measure = functools.partial(bench.trial, best.layout, best.strategy)
+        forward = [measure(x, is_gradient=False) for x in (None, *(BlockSizes(q, k) for q, k in tried))]
         first = _fastest(forward).block_sizes
         base = (first.query, first.key) if first else None
-        both = [measure(BlockSizes(*(base or (q, k)), q, k), True) for q, k in tried]
+        both = [measure(BlockSizes(*(base or (q, k)), q, k)) for q, k in tried]
         trials += forward + both
         chosen = _fastest([best, *both]).block_sizes
     device = jax.devices()[0].device_kind
@@ -207,7 +207,7 @@ def _candidates(job: Job) -> Iterator[tuple[str, str]]:
 def _target(implementation: Implementation | None) -> Target | None:
     """Returns the target of the Pallas kernels that run on this platform, if any."""
     where = implementation.removeprefix("interpret_") if implementation else jax.default_backend()
-    return "tpu" if where == "tpu" else "gpu" if where == "gpu" else None
+    return next((target for target in _SIZES if target == where), None)
 
 
 def _fastest(trials: Sequence[Trial]) -> Trial:
@@ -257,8 +257,9 @@ def _check_memory(job: Job) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax tune`."""
     add_job_arguments(parser, "ring", "segment-ids", "layout", "strategy", "stored-length", seq_len="16K")
-    ring = {**OPTIONS["ring"], "default": None, "help": "devices that share the sequence (all)"}
-    parser.add_argument("--ring", **ring)
+    parser.add_argument(
+        "--ring", **{**OPTIONS["ring"], "default": None, "help": "devices that share the sequence (all)"}
+    )
     add_options(parser, "cpu-devices")
     about = "measurement time per trial (%(default)s)"
     parser.add_argument("--seconds", type=parse_seconds, default=1.0, help=about)
