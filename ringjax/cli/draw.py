@@ -156,11 +156,14 @@ def _coverage_line(job: Job) -> str:
 
 
 def _draw_ring(figure: Any, job: Job) -> None:  # noqa: ANN401
+    from matplotlib import colormaps  # noqa: PLC0415
+
     schedules = [schedule_of(branch) for branch in job.plan().branches]
     widths = [max(1.6, 0.8 + 0.42 * s.group) for s in schedules]
     figure.set_size_inches(2.4 + sum(widths), 2.0 + max(2.2, 0.34 * job.ring_size))
     panels = figure.subplots(1, 1 + len(schedules), width_ratios=(1.5, *widths), squeeze=False)[0]
-    colors = _device_colors(job.ring_size)
+    turbo = colormaps["turbo"](np.linspace(0.12, 0.88, job.ring_size))
+    colors = np.asarray(turbo)[:, :3] * 0.62 + 0.38  # (devices, 3), light enough for dark text
     _draw_layout(panels[0], job, colors)
     for panel, schedule in zip(panels[1:], schedules, strict=True):
         _draw_schedule(panel, schedule, colors)
@@ -172,13 +175,6 @@ def _draw_ring(figure: Any, job: Job) -> None:  # noqa: ANN401
         "Full color: most work in a hop; pale: less; white: none. Blue lines separate independent rings.",
         fontsize=9,
     )
-
-
-def _device_colors(number: int) -> np.ndarray:
-    """Returns one color per device, (devices, 3), light enough for dark text."""
-    from matplotlib import colormaps  # noqa: PLC0415
-
-    return np.asarray(colormaps["turbo"](np.linspace(0.12, 0.88, number)))[:, :3] * 0.62 + 0.38
 
 
 def _draw_layout(panel: Any, job: Job, colors: np.ndarray) -> None:  # noqa: ANN401

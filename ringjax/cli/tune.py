@@ -257,9 +257,8 @@ def _check_memory(job: Job) -> None:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax tune`."""
     add_job_arguments(parser, "ring", "segment-ids", "layout", "strategy", "stored-length", seq_len="16K")
-    parser.add_argument(
-        "--ring", **{**OPTIONS["ring"], "default": None, "help": "devices that share the sequence (all)"}
-    )
+    ring = {**OPTIONS["ring"], "default": None, "help": "devices that share the sequence (all)"}
+    parser.add_argument("--ring", **ring)
     add_options(parser, "cpu-devices")
     about = "measurement time per trial (%(default)s)"
     parser.add_argument("--seconds", type=parse_seconds, default=1.0, help=about)
