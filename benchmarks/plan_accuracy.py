@@ -20,7 +20,7 @@ from typing import NamedTuple
 from ringjax._src.aot.targets import target_named
 from ringjax._src.planning.table import bytes_text
 from ringjax.cli.aot import expected, on_target, report_in_subprocess
-from ringjax.cli.arguments import Job
+from ringjax.cli.arguments import PlanOptions
 
 LIMIT = 0.15
 
@@ -30,13 +30,13 @@ class Case(NamedTuple):
 
     about: str
     target: str
-    job: Job
+    job: PlanOptions
     parts: tuple[str, ...] = ("forward", "gradient")
 
 
-def job(seq_len: int, pattern: str, heads: int = 8, dim: int = 128, **options) -> Job:
+def job(seq_len: int, pattern: str, heads: int = 8, dim: int = 128, **options) -> PlanOptions:
     defaults = {"is_causal": True, "layout": "zigzag", "strategy": "ring"}
-    return Job(seq_len, num_heads=heads, head_dim=dim, pattern_text=pattern, **{**defaults, **options})
+    return PlanOptions(seq_len, num_heads=heads, head_dim=dim, pattern_text=pattern, **{**defaults, **options})
 
 
 K, M, G = 2**10, 2**20, 2**30
@@ -108,7 +108,7 @@ def read(paths: list[pathlib.Path]) -> list[dict]:
     rows = [row for path in paths for row in json.loads(path.read_text())]
     for row in rows:
         target = target_named(row["target_name"])
-        planned = expected(on_target(Job(**row["job"]), target), target, row["part"])
+        planned = expected(on_target(PlanOptions(**row["job"]), target), target, row["part"])
         row |= {name: getattr(planned, name) for name in ("planned_bytes", "planned_permutes", "planned_sent_bytes")}
     return rows
 
@@ -132,7 +132,7 @@ def messages(row: dict) -> str:
 
 def planned_others(row: dict) -> int:
     """Returns the number of planned collectives other than permutes."""
-    plan = on_target(Job(**row["job"]), target_named(row["target_name"])).plan()
+    plan = on_target(PlanOptions(**row["job"]), target_named(row["target_name"])).plan()
     passes = ("forward",) if row["part"] == "forward" else ("forward", "backward")
     collectives = [m for branch in plan.branches for name in passes for m in getattr(branch, name)]
     return sum(m.number for m in collectives if m.op != "collective-permute")

@@ -54,8 +54,9 @@ def readme_block(metadata: dict, tables: Sequence[Table]) -> str:
     overhead = max(x for x in column(by_name["ring-time"], "ring of 8") if isinstance(x, float))
     lines = "\n".join(readme_table(by_name["compare"]))
     where = f"{machine['processor']}, {machine['cores']} shared cores; {versions}"
-    return f"""Compared with LongNet on PyTorch's CPU flash attention operator, with the same outputs and gradients
-({where}). CPU only; nothing here was measured on an accelerator.
+    return f"""Compared with [LongNet on PyTorch's CPU flash attention operator](benchmarks/torch_worker.py),
+with the same outputs and gradients ({where}).
+CPU only; nothing here was measured on an accelerator.
 
 {lines}
 

@@ -8,14 +8,16 @@ import sys
 import pytest
 
 import ringjax as rj
-from ringjax.cli.arguments import Job, parse_bytes, parse_count, parse_pattern
+from ringjax.cli.arguments import PlanOptions, parse_bytes, parse_count, parse_pattern
 from ringjax.cli.hardware import DEVICES
 from ringjax.cli.main import COMMANDS, main, parser
 from ringjax.cli.plan import longest_that_fits, plan_report, sweep
 from ringjax.cli.roofline import estimate
 
 PLAN = ["plan", "--seq-len", "64K", "--heads", "8", "--head-dim", "64", "--pattern", "2K/1,T/16", "--ring", "8"]
-JOB = Job(65536, num_heads=8, head_dim=64, pattern_text="2K/1,T/16", ring_size=8, is_causal=True, layout="zigzag")
+JOB = PlanOptions(
+    65536, num_heads=8, head_dim=64, pattern_text="2K/1,T/16", ring_size=8, is_causal=True, layout="zigzag"
+)
 
 
 def command(*words):
@@ -78,6 +80,24 @@ def test_invalid_input_is_a_one_line_error(words, text, capsys):
     assert line.startswith("ringjax")
     assert text in line
     assert "--help" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "suggestion"),
+    [
+        (["plan", "--seqlen", "64K"], "; did you mean --seq-len?"),
+        (["plan", "--num-heads=8", "--casual"], "; did you mean --heads and --causal?"),
+        (["draw", "mask", "--ouput", "mask.png"], "; did you mean --output?"),
+        (["aot", "--target", "cpu:2", "--patern", "T/1"], "; did you mean --pattern?"),
+        (["doctor", "--cpudevices", "2"], "; did you mean --cpu-devices?"),
+        (["tune", "--second", "1", "--fly"], ""),
+    ],
+)
+def test_unknown_option_error_suggests_an_option_of_the_command(words, suggestion, capsys):
+    assert main(words) == 2
+    line = capsys.readouterr().err
+    assert line.startswith(f"ringjax {words[0]}: error: unrecognized arguments: --")
+    assert line.endswith(f"{suggestion} (see ringjax {words[0]} --help)\n")
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -187,6 +207,14 @@ def test_balanced_plan_has_no_warnings():
     report = plan_report(dataclasses.replace(JOB, seq_len=2**20, device="h100", pattern_text="2K/1,T/16"))
     assert report.warnings == []
     assert (report.fits, report.best.layout) == (True, "zigzag")
+
+
+def test_heads_that_use_only_some_residues_are_noted(capsys):
+    assert main(PLAN) == 0
+    text = capsys.readouterr().out
+    assert "Note: 65536/16: the heads use 8 of 16 residues.\n    Fix: use a rate of at most 8" in text
+    assert json_output(capsys, *PLAN)["notes"][0]["about"] == "65536/16: the heads use 8 of 16 residues"
+    assert json_output(capsys, *PLAN, "--heads", "16")["notes"] == []
 
 
 def test_best_layout_is_contiguous_without_causality():

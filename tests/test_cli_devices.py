@@ -19,11 +19,13 @@ from ringjax._src.aot.targets import target_named
 from ringjax.cli import aot as cli_aot
 from ringjax.cli import running
 from ringjax.cli.aot import report_in_subprocess
-from ringjax.cli.arguments import Job
+from ringjax.cli.arguments import PlanOptions
 from ringjax.cli.main import main
 from ringjax.cli.tune import Trial, Tuning, load, tune
 
-JOB = Job(256, num_heads=4, head_dim=8, pattern_text="16/1,T/8", is_causal=True, layout="zigzag", dtype="float32")
+JOB = PlanOptions(
+    256, num_heads=4, head_dim=8, pattern_text="16/1,T/8", is_causal=True, layout="zigzag", dtype="float32"
+)
 
 
 def test_doctor_reports_devices_and_passes_its_checks():
@@ -107,7 +109,7 @@ def on_cpu(monkeypatch):
 
     def in_process(command, *, input, **_):
         asked = json.loads(input)
-        found = cli_aot.report_program(Job(**asked["job"]), target_named(asked["target"]), asked["part"])
+        found = cli_aot.report_program(PlanOptions(**asked["job"]), target_named(asked["target"]), asked["part"])
         return subprocess.CompletedProcess(command, 0, stdout=json.dumps(vars(found)), stderr="")
 
     monkeypatch.setattr(cli_aot.subprocess, "run", in_process)
@@ -230,7 +232,7 @@ def test_fastest_block_sizes_are_selected(monkeypatch):
         return 999.0 if sizes is None else float(sizes.query + sizes.grad_query)
 
     monkeypatch.setattr("ringjax.cli.tune.median_seconds", measured)
-    job = Job(64, num_heads=1, head_dim=16, pattern_text="32/1", dtype="float32")
+    job = PlanOptions(64, num_heads=1, head_dim=16, pattern_text="32/1", dtype="float32")
     tuning = tune(job, 0, implementation="interpret_gpu", sizes=((16, 16), (128, 32), (32, 64)))
     assert tuning.block_sizes == rj.BlockSizes(128, 32, 16, 16)  # forward and backward are tuned independently
     assert [t.error for t in tuning.trials if t.seconds is None] == ["does not fit"]
@@ -239,7 +241,7 @@ def test_fastest_block_sizes_are_selected(monkeypatch):
 
 @pytest.mark.slow
 def test_block_sizes_of_kernels_are_measured():
-    job = Job(64, num_heads=1, head_dim=16, pattern_text="32/1", dtype="float32")
+    job = PlanOptions(64, num_heads=1, head_dim=16, pattern_text="32/1", dtype="float32")
     tuning = tune(job, 0, implementation="interpret_gpu", sizes=((16, 16), (32, 16)))
     tried = [t.block_sizes for t in tuning.trials if t.block_sizes]
     assert {(s.grad_query, s.grad_key) for s in tried} == {(16, 16), (32, 16)}

@@ -8,7 +8,7 @@ import ringjax as rj
 from ringjax._src.aot.compile import lowered
 from ringjax._src.aot.targets import target_named
 from ringjax.cli.aot import allocated_temporaries, on_target
-from ringjax.cli.arguments import Job
+from ringjax.cli.arguments import PlanOptions
 
 THREE = "2K/1,16K/4,T/16"
 MIB = 2**20
@@ -70,7 +70,7 @@ PROGRAMS = {
 }
 
 
-def memory(job: Job, platform: str, part: str) -> int:
+def memory(job: PlanOptions, platform: str, part: str) -> int:
     found = job.plan().memory(platform)
     return found.forward if part == "forward" else found.gradient
 
@@ -88,8 +88,8 @@ def test_every_program_has_a_recorded_figure():
 
 @pytest.mark.parametrize("part", ["forward", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_prediction_is_close_to_a_program_compiled_for_cpu(part):
-    job = Job(65536, num_heads=8, head_dim=64, pattern_text=THREE, ring_size=8, is_causal=True, layout="zigzag")
-    job = Job(**{**vars(job), "dtype": "float32", "strategy": "ring"})
+    job = PlanOptions(65536, num_heads=8, head_dim=64, pattern_text=THREE, ring_size=8, is_causal=True, layout="zigzag")
+    job = PlanOptions(**{**vars(job), "dtype": "float32", "strategy": "ring"})
     analysis = lowered(ring_mesh(8), job.workload, part == "gradient").compile().memory_analysis()
     sizes = (analysis.argument_size_in_bytes, analysis.output_size_in_bytes, analysis.temp_size_in_bytes)
     assert memory(job, "cpu", part) == pytest.approx(sum(sizes), rel=0.15)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from cases import Case, count_matrix
 
-from ringjax.cli.arguments import Job
+from ringjax.cli.arguments import PlanOptions
 from ringjax.cli.draw import draw, in_text
 from ringjax.cli.main import main
 from ringjax.cli.pictures import coverage_of, mask_of, pairs_between, schedule_of
@@ -18,12 +18,12 @@ def test_mask_matches_the_definition(rule, is_causal):
     case = Case(length=48, batch=1, kv_heads=4, segment_lengths=(7, 16, 48), dilation_rates=(1, 3, 5), rule=rule)
     case = case._replace(is_causal=is_causal)
     options = {"heads": "split"} if rule == "split" else {"offsets": rule}
-    job = Job(48, num_heads=4, pattern_text="7/1,16/3,48/5", is_causal=is_causal, **options)
+    job = PlanOptions(48, num_heads=4, pattern_text="7/1,16/3,48/5", is_causal=is_causal, **options)
     assert ((mask_of(job, 4) > 0) == (count_matrix(case)[0] > 0)).all()
 
 
 def test_mask_contains_the_first_branch_and_query_heads_share_kv_heads():
-    job = Job(8, num_heads=4, num_kv_heads=2, pattern_text="2/1,8/2", is_causal=True)
+    job = PlanOptions(8, num_heads=4, num_kv_heads=2, pattern_text="2/1,8/2", is_causal=True)
     mask = mask_of(job, 4)
     assert (mask[0] == mask[1]).all()
     assert (mask[0] != mask[2]).any()
@@ -34,28 +34,28 @@ def test_mask_contains_the_first_branch_and_query_heads_share_kv_heads():
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(("text", "length"), [("16/1,64/4", 64), ("24/1,60/7", 64), ("5/2,33/3", 48)])
 def test_ring_work_sums_to_the_flops_of_the_plan(text, length, layout):
-    job = Job(length, num_heads=4, num_kv_heads=2, head_dim=8, pattern_text=text, ring_size=4, layout=layout)
+    job = PlanOptions(length, num_heads=4, num_kv_heads=2, head_dim=8, pattern_text=text, ring_size=4, layout=layout)
     for is_causal in (False, True):
-        plan = Job(**{**vars(job), "is_causal": is_causal}).plan()
+        plan = PlanOptions(**{**vars(job), "is_causal": is_causal}).plan()
         for branch in plan.branches:
             assert (4 * 8 * pairs_between(branch).sum(axis=1)).tolist() == list(branch.flops)
 
 
 def test_every_device_attends_to_every_device_of_its_ring_once():
-    job = Job(256, num_heads=2, pattern_text="32/1,64/2,T/4", ring_size=8, is_causal=True, layout="contiguous")
+    job = PlanOptions(256, num_heads=2, pattern_text="32/1,64/2,T/4", ring_size=8, is_causal=True, layout="contiguous")
     plan = job.plan()
     local, pairs, whole = (schedule_of(branch) for branch in plan.branches)
-    assert (local.group, pairs.group, whole.group) == (1, 2, 8)
+    assert (local.ring_devices, pairs.ring_devices, whole.ring_devices) == (1, 2, 8)
     assert all(sorted(row) == list(range(8)) for row in whole.source.tolist())
     assert whole.source[3].tolist() == [3, 2, 1, 0, 7, 6, 5, 4]
     assert (whole.work.sum(axis=1) == pairs_between(plan.branches[2]).sum(axis=1)).all()
     assert (whole.work[0, 1:] == 0).all()  # the first device attends only to its local keys
-    even = schedule_of(Job(**{**vars(job), "layout": "zigzag"}).plan().branches[2]).work
+    even = schedule_of(PlanOptions(**{**vars(job), "layout": "zigzag"}).plan().branches[2]).work
     assert np.ptp(even[:, 1:]) == 0
 
 
 def test_coverage_counts_the_branches_per_position():
-    table, reach = coverage_of(Job(64, num_heads=4, pattern_text="8/2,T/4"), 64)
+    table, reach = coverage_of(PlanOptions(64, num_heads=4, pattern_text="8/2,T/4"), 64)
     assert table.shape == (4, 64)
     assert table[1, :8].tolist() == [0, 2, 0, 1, 0, 2, 0, 1]
     assert [(x.distance, x.density) for x in reach] == [(8, 0.5), (64, 0.25)]
@@ -83,7 +83,7 @@ def test_pictures_are_printed_as_text(capsys):
         ". . . . . . 1 .",
         ". . . . . . 1 1",
     ]
-    job = Job(64, num_heads=4, pattern_text="8/1,T/4", ring_size=4, is_causal=True, layout="contiguous")
+    job = PlanOptions(64, num_heads=4, pattern_text="8/1,T/4", ring_size=4, is_causal=True, layout="contiguous")
     ring = in_text("ring", job)
     assert "     2:   2▓   1█   0█   3 \n     3:   3▓   2█   1█   0█" in ring
     assert "no communication" in ring
@@ -93,4 +93,4 @@ def test_pictures_are_printed_as_text(capsys):
 def test_missing_matplotlib_error_names_the_extra_to_install(monkeypatch, tmp_path):
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install '.\[plot\]' in a clone of ringjax, or use --ascii"):
-        draw("mask", Job(8, num_heads=1, pattern_text="8/1"), tmp_path / "mask.png")
+        draw("mask", PlanOptions(8, num_heads=1, pattern_text="8/1"), tmp_path / "mask.png")

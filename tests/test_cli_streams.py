@@ -16,7 +16,7 @@ from ringjax.cli.arguments import parse_count
 from ringjax.cli.draw import in_text
 from ringjax.cli.files import check_output, write_output
 from ringjax.cli.main import COMMANDS, main
-from ringjax.cli.plan import Job, longest_that_fits
+from ringjax.cli.plan import PlanOptions, longest_that_fits
 from ringjax.cli.tune import Trial, Tuning, load
 
 PLAN = ["plan", "--seq-len", "64K", "--heads", "2", "--pattern", "2K/1,T/16", "--ring", "2"]
@@ -231,14 +231,14 @@ def test_counts_are_exact():
 
 
 def test_every_branch_has_a_distinct_symbol_in_text():
-    job = Job(12, num_heads=1, pattern_text=",".join(f"{w}/1" for w in range(1, 13)))
+    job = PlanOptions(12, num_heads=1, pattern_text=",".join(f"{w}/1" for w in range(1, 13)))
     legend, *_, last = in_text("mask", job).splitlines()
     assert "9: 9/1, a: 10/1, b: 11/1, c: 12/1" in legend
     assert last == "c c c c c c 6 6 4 3 2 1"
 
 
 def test_longest_sequence_can_be_planned():
-    job = Job(65536, num_heads=1, head_dim=1, pattern_text="T/1", ring_size=8, memory=10**18)
+    job = PlanOptions(65536, num_heads=1, head_dim=1, pattern_text="T/1", ring_size=8, memory=10**18)
     longest = longest_that_fits(job)
     assert 0.99 * 2**31 < longest < 2**31
     assert dataclasses.replace(job, seq_len=longest).plan().spec.seq_len == longest

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
-from typing import NamedTuple, get_args
+from collections.abc import Iterator
+from typing import NamedTuple
 
-from ringjax._src.comm.ring_comm import StrategyName
 from ringjax._src.planning.plan import Plan
 from ringjax._src.planning.table import bytes_text
-from ringjax.cli.arguments import Job
+from ringjax.cli.arguments import PlanOptions
 from ringjax.cli.roofline import Estimate, estimate
 
 
 class Finding(NamedTuple):
-    """A warning and its fix."""
+    """A warning or note and its fix."""
 
     about: str
     fix: str
@@ -40,93 +39,74 @@ class Choice(NamedTuple):
     gradient_memory: int
 
 
-def warnings_of(job: Job, plan: Plan, guess: Estimate | None) -> list[Finding]:
+def warnings_of(job: PlanOptions, plan: Plan, guess: Estimate | None) -> list[Finding]:
     """Returns all warnings about a plan, each with a fix."""
-    found = [*_coverage(job), *_alignment(job, plan), *_balance(job, plan), *_kernels(job, plan), *_memory(job, plan)]
+    found = [*_coverage(job), *_alignment(plan), *_balance(job, plan), *_kernels(job, plan), *_memory(job, plan)]
     if guess is not None and guess.hidden < 0.95:
-        found.append(
-            Finding(
-                f"about {1 - guess.hidden:.0%} of the communication time is not hidden by computation (estimate)",
-                "use a smaller --ring or fewer --kv-heads, or larger rates for segments that span devices",
-            )
-        )
+        about = f"about {1 - guess.hidden:.0%} of the communication time is not hidden by computation (estimate)"
+        fix = "use a smaller --ring or fewer --kv-heads, or larger rates for segments that span devices"
+        found.append(Finding(about, fix))
     return found
 
 
-def _coverage(job: Job) -> list[Finding]:
-    kv_heads = job.num_kv_heads or job.num_heads
-    most = 2**28 // (kv_heads * len(job.pattern.segment_lengths))  # counted within seconds
-    length = min(job.seq_len, 2**20, most)  # the share does not change beyond this length
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        share = job.pattern.coverage(kv_heads, length).share
+def notes_of(plan: Plan) -> list[Finding]:
+    """Returns the branches whose heads use only some residues, which costs nothing if other branches cover the rest."""
     found = []
+    for branch in plan.branches:
+        used = len(set(branch.branch.offsets))
+        if branch.branch.num_heads and used < branch.rate:
+            about = f"{branch.segment_length}/{branch.rate}: the heads use {used} of {branch.rate} residues"
+            found.append(Finding(about, f"use a rate of at most {used}, or more key/value heads"))
+    return found
+
+
+def _coverage(job: PlanOptions) -> Iterator[Finding]:
+    share = job.coverage(2**20).share  # it does not change beyond this length
     if share < 1:
-        found.append(
-            Finding(
-                f"{1 - share:.1%} of (position, head) pairs are selected by no branch and output 0",
-                "add a branch of rate 1, such as 2K/1",
-            )
-        )
-    for branch in job.pattern.branches(kv_heads, job.seq_len):
-        used = len(set(branch.offsets))
-        if branch.num_heads and used < branch.rate and share < 1:
-            name = f"{branch.segment_length}/{branch.rate}"
-            found.append(
-                Finding(f"{name}: the heads use {used} of {branch.rate} residues", f"use a rate of at most {used}")
-            )
+        about = f"{1 - share:.1%} of (position, head) pairs are selected by no branch and output 0"
+        yield Finding(about, "add a branch of rate 1, such as 2K/1")
     longest = max(job.pattern.segment_lengths)
     if longest < job.seq_len // 2:
         rate = 2 ** max(0, round(math.log2(job.seq_len / 16384)))
-        found.append(
-            Finding(
-                f"a query attends to at most {longest:,} of {job.seq_len:,} positions in one layer",
-                f"add a branch that spans the sequence, such as --pattern ...,T/{rate}",
-            )
-        )
-    return found
+        about = f"a query attends to at most {longest:,} of {job.seq_len:,} positions in one layer"
+        yield Finding(about, f"add a branch that spans the sequence, such as --pattern ...,T/{rate}")
 
 
-def _alignment(job: Job, plan: Plan) -> list[Finding]:
-    slow = [b for b in plan.branches if b.advice]
-    length = plan.aligned_length if slow else None
-    fix = (
-        f"--stored-length {length}: to_layout(..., length={length})" if length else "use lengths that are powers of two"
-    )
-    return [Finding(f"{b.segment_length}/{b.rate} uses the slower position-based path: {b.advice}", fix) for b in slow]
+def _alignment(plan: Plan) -> Iterator[Finding]:
+    for branch in plan.branches:
+        if branch.advice:
+            length = plan.aligned_length
+            about = f"{branch.segment_length}/{branch.rate} uses the slower position-based path: {branch.advice}"
+            aligned = f"--stored-length {length}: to_layout(..., length={length})"
+            yield Finding(about, aligned if length else "use lengths that are powers of two")
 
 
-def _balance(job: Job, plan: Plan) -> list[Finding]:
-    if plan.balance <= 1.05:
-        return []
-    about = f"the busiest device does {plan.balance:.2f} times the mean work"
-    if job.is_causal and plan.spec.layout == "contiguous":
-        return [Finding(about, "--layout zigzag")]
-    return [Finding(about, f"use a length that is a multiple of {2 * job.ring_size} times the largest rate")]
+def _balance(job: PlanOptions, plan: Plan) -> Iterator[Finding]:
+    if plan.balance > 1.05:
+        is_uneven = job.is_causal and plan.spec.layout == "contiguous"
+        length = f"use a length that is a multiple of {2 * job.ring_size} times the largest rate"
+        about = f"the busiest device does {plan.balance:.2f} times the mean work"
+        yield Finding(about, "--layout zigzag" if is_uneven else length)
 
 
-def _kernels(job: Job, plan: Plan) -> list[Finding]:
-    if job.platform == "cpu":
-        return []
-    target = "tpu" if job.platform == "tpu" else "gpu"
-    reasons = {b.kernels[target]: f"{b.segment_length}/{b.rate}" for b in plan.branches}
+def _kernels(job: PlanOptions, plan: Plan) -> Iterator[Finding]:
+    target = {"cpu": None, "tpu": "tpu", "cuda": "gpu"}[job.platform]
+    reasons = {b.kernels[target]: f"{b.segment_length}/{b.rate}" for b in plan.branches} if target else {}
     fixes = {
         "head dims": "use --head-dim 64 or 128",
         "selected rows": "use a smaller rate or ring",
         "take bfl": "use --dtype bf16",
     }
-    found = []
     for reason, name in reasons.items():
         if reason != "pallas":
             fix = next((fix for word, fix in fixes.items() if word in reason), "see docs/kernels.md")
-            found.append(Finding(f"{name} runs in plain XLA instead of a kernel: {reason}", fix))
-    return found
+            yield Finding(f"{name} runs in plain XLA instead of a kernel: {reason}", fix)
 
 
-def _memory(job: Job, plan: Plan) -> list[Finding]:
+def _memory(job: PlanOptions, plan: Plan) -> Iterator[Finding]:
     limit, needed = job.memory_limit, plan.memory(job.platform).gradient
     if limit is None or needed <= limit:
-        return []
+        return
     ring = job.ring_size
     while needed > limit and ring < 65536 and job.seq_len >= 2 * ring:
         ring *= 2
@@ -134,28 +114,28 @@ def _memory(job: Job, plan: Plan) -> list[Finding]:
             needed = dataclasses.replace(job, ring_size=ring, stored_length=None).plan().memory(job.platform).gradient
         except ValueError:
             break
-    fix = (
-        f"--ring {ring}"
-        if needed <= limit
-        else "use fewer tokens, or shard the heads over another axis (--head-shards)"
-    )
-    return [Finding(f"training needs more than {bytes_text(limit)} of memory per device", fix)]
+    smaller = "use fewer tokens, or shard the heads over another axis (--head-shards)"
+    about = f"training needs more than {bytes_text(limit)} of memory per device"
+    yield Finding(about, f"--ring {ring}" if needed <= limit else smaller)
 
 
-def best_choice(job: Job) -> Choice:
+def sent_by(plan: Plan) -> int:
+    """Returns the bytes that each device sends in the forward and backward pass."""
+    return sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
+
+
+def best_choice(job: PlanOptions) -> Choice:
     """Returns the cheapest layout and strategy among those that fit in memory.
 
     Choices within 1% of the lowest cost are ranked by flops, then bytes sent, then memory.
     """
     limit = job.memory_limit or math.inf
     choices = []
-    for layout in ("contiguous", "zigzag") if job.ring_size > 1 else ("contiguous",):
-        for strategy in get_args(StrategyName) if job.ring_size > 1 else ("auto",):
-            plan = dataclasses.replace(job, layout=layout, strategy=strategy, stored_length=None).plan()
-            sent = sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
-            cost = max(plan.flops) if job.hardware is None else estimate(plan, job.hardware).training_seconds
-            choice = Choice(layout, strategy, cost, sent, plan.memory(job.platform).gradient)
-            choices.append((choice.gradient_memory > limit, round(max(plan.flops)), choice))
+    for other in job.variants:
+        plan = other.plan()
+        cost = max(plan.flops) if job.hardware is None else estimate(plan, job.hardware).training_seconds
+        choice = Choice(other.layout, other.strategy, cost, sent_by(plan), plan.memory(job.platform).gradient)
+        choices.append((choice.gradient_memory > limit, round(max(plan.flops)), choice))
     too_much, _, least = min(choices, key=lambda c: (c[0], c[2].cost))
     similar = [c for c in choices if c[2].cost <= 1.01 * least.cost and c[0] <= too_much]
     return min(similar, key=lambda c: (c[1], c[2].sent, c[2].gradient_memory))[2]

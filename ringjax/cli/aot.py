@@ -12,18 +12,17 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from rich.table import Table
 
 from ringjax._src.aot.collectives import executed
 from ringjax._src.aot.compile import ENVIRONMENT, compile_for
 from ringjax._src.aot.schedule import schedule
 from ringjax._src.aot.targets import CpuTarget, CudaTarget, Target, TpuTarget, target_named
-from ringjax._src.planning.plan import Plan
 from ringjax._src.planning.table import bytes_text
-from ringjax.cli.arguments import MOST_CPU_DEVICES, MOST_DEVICES, Job, add_job_arguments, job_of
+from ringjax.cli.arguments import MOST_CPU_DEVICES, MOST_DEVICES, PlanOptions, add_job_arguments, job_of
 from ringjax.cli.errors import in_options
 from ringjax.cli.output import emit, seconds_text, table_text
 
@@ -35,7 +34,6 @@ targets: tpu:v5e|v5p|v6e:GRID, cuda:a100|h100|b200:1xMACHINESxGPUS, cpu:DEVICES
 no device is required, only its compiler:
   pip install '.[aot-tpu]' or '.[aot-cuda]' in a clone of ringjax, each in a separate environment
 """
-_TEXT: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}  # independent of the locale
 _PACKAGES = {"cpu": ("jaxlib",), "tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin", "jax_cuda13_plugin")}
 
 
@@ -111,24 +109,18 @@ class ProgramReport:
     def __str__(self) -> str:
         if self.error:
             return f"{self.target}, {self.part}: compilation failed: {self.error}"
-        table = Table(title=f"{self.target}, {self.part}: compiled in {seconds_text(self.seconds or 0)}")
-        table.title_justify, table.title_style = "left", ""
-        for name in ("per device", "plan", "compiled", "plan / compiled"):
-            table.add_column(name, justify="left" if name == "per device" else "right")
-        _add(table, "memory", self.planned_bytes, self.device_bytes, bytes_text)
-        for name in ("argument", "output", "temporary"):
-            _add(
-                table,
-                f"  {name}s" if name != "temporary" else "  temporaries",
-                None,
-                getattr(self, f"{name}_bytes"),
-                bytes_text,
-            )
-        _add(table, "messages sent", self.planned_permutes, self.permutes, str)
-        _add(table, "bytes sent", self.planned_sent_bytes, self.sent_bytes, bytes_text)
+        title = f"{self.target}, {self.part}: compiled in {seconds_text(self.seconds or 0)}"
+        rows = [
+            _row("memory", self.planned_bytes, self.device_bytes),
+            _row("  arguments", None, self.argument_bytes),
+            _row("  outputs", None, self.output_bytes),
+            _row("  temporaries", None, self.temporary_bytes),
+            _row("messages sent", self.planned_permutes, self.permutes, str),
+            _row("bytes sent", self.planned_sent_bytes, self.sent_bytes),
+        ]
         verdict = "fits" if self.fits else "DOES NOT FIT"
         lines = [
-            table_text(table),
+            table_text(title, ("per device", "plan", "compiled", "plan / compiled"), rows),
             f"The program {verdict} in the {bytes_text(self.limit_bytes)} of a device.",
             f"Of {self.messages} send instructions, {self.messages_async} are asynchronous and "
             f"{self.messages_overlapped} ({self.overlapped:.0%}) overlap with computation.",
@@ -137,22 +129,23 @@ class ProgramReport:
         return "\n".join(lines)
 
 
-def _add(table: Table, name: str, planned: int | None, found: int | None, to_text: Any) -> None:  # noqa: ANN401
+def _row(
+    name: str, planned: int | None, found: int | None, to_text: Callable[[int], str] = bytes_text
+) -> tuple[str, ...]:
     share = "" if planned is None or not found else "exact" if planned == found else f"{planned / found:.3f}"
-    table.add_row(name, "" if planned is None else to_text(planned), "" if found is None else to_text(found), share)
+    return (name, *("" if number is None else to_text(number) for number in (planned, found)), share)
 
 
-def report_program(job: Job, target: Target, part: str) -> ProgramReport:
+def report_program(job: PlanOptions, target: Target, part: str) -> ProgramReport:
     """Compiles an attention for a target in this process and analyzes the program.
 
     The variables of `ringjax.aot.ENVIRONMENT` must be set before JAX is initialized.
     """
     planned = expected(job, target, part)
     with tempfile.TemporaryDirectory() as folder:
+        dump_to = folder if isinstance(target, TpuTarget) else None
         try:
-            program = compile_for(
-                target, job.workload, part == "gradient", folder if isinstance(target, TpuTarget) else None
-            )
+            program = compile_for(target, job.workload, part == "gradient", dump_to)
         except Exception as error:
             return dataclasses.replace(planned, error=_first_words(str(error)))
         allocated = allocated_temporaries(pathlib.Path(folder))
@@ -190,7 +183,7 @@ def allocated_temporaries(dumped: pathlib.Path) -> int | None:
     return max((sum(map(int, each)) for each in sizes), default=None)
 
 
-def report_in_subprocess(job: Job, target_name: str, part: str) -> ProgramReport:
+def report_in_subprocess(job: PlanOptions, target_name: str, part: str) -> ProgramReport:
     """Runs `report_program` in a subprocess with the environment that the compilers need; it survives their crashes.
 
     Raises:
@@ -198,8 +191,7 @@ def report_in_subprocess(job: Job, target_name: str, part: str) -> ProgramReport
         ModuleNotFoundError: If the compiler of the target is not installed.
     """
     target = target_named(target_name)
-    packages = _PACKAGES[target.platform]
-    if not any(importlib.util.find_spec(name) for name in packages):
+    if not any(map(importlib.util.find_spec, _PACKAGES[target.platform])):
         raise ModuleNotFoundError(
             f"--target {target_name} needs a compiler that is not installed: "
             f"pip install '.[aot-{target.platform}]' in a clone of ringjax"
@@ -208,8 +200,9 @@ def report_in_subprocess(job: Job, target_name: str, part: str) -> ProgramReport
     planned = expected(job, target, part)
     asked = json.dumps({"job": dataclasses.asdict(job), "target": target_name, "part": part})
     command = [sys.executable, "-c", "from ringjax.cli.aot import work; work()"]
-    environment = os.environ | ENVIRONMENT
-    done = subprocess.run(command, input=asked, capture_output=True, env=environment, check=False, **_TEXT)
+    options: dict[str, Any] = {"encoding": "utf-8", "errors": "replace"}  # independent of the locale
+    options |= {"input": asked, "capture_output": True, "env": os.environ | ENVIRONMENT}
+    done = subprocess.run(command, check=False, **options)
     if done.returncode:
         return dataclasses.replace(planned, error=_first_words(done.stderr[-2000:]))
     found = json.loads(done.stdout.splitlines()[-1])
@@ -222,28 +215,30 @@ def work() -> None:
     target = target_named(asked["target"])
     if isinstance(target, CpuTarget):
         jax.config.update("jax_num_cpu_devices", target.devices)
-    found = report_program(Job(**asked["job"]), target, asked["part"])
+    found = report_program(PlanOptions(**asked["job"]), target, asked["part"])
     print(json.dumps(dataclasses.asdict(found)))
 
 
-def on_target(job: Job, target: Target) -> Job:
+def on_target(job: PlanOptions, target: Target) -> PlanOptions:
     """Returns the job with a ring of all devices of a target."""
     kind = None if isinstance(target, CpuTarget) else target.name.partition(":")[0].lower()
     return dataclasses.replace(job, ring_size=target.devices, device=kind)
 
 
-def expected(job: Job, target: Target, part: str) -> ProgramReport:
+def expected(job: PlanOptions, target: Target, part: str) -> ProgramReport:
     """Returns what the plan predicts for a program."""
     plan = job.plan()
-    memory, messages = plan.memory(job.platform), _messages(plan, part)
+    memory = plan.memory(job.platform)
+    every = [m for b in plan.branches for m in (b.forward if part == "forward" else b.forward + b.backward)]
+    permutes = [m for m in every if m.op == "collective-permute"]
     return ProgramReport(
         target=_full_name(target),
         part=part,
         devices=target.devices,
         limit_bytes=target.memory_bytes,
         planned_bytes=memory.forward if part == "forward" else memory.gradient,
-        planned_permutes=sum(number for _, number in messages),
-        planned_sent_bytes=sum(size * number for size, number in messages),
+        planned_permutes=sum(m.number for m in permutes),
+        planned_sent_bytes=sum(m.bytes * m.number for m in permutes),
     )
 
 
@@ -255,26 +250,17 @@ def _full_name(target: Target) -> str:
     return f"tpu:{target.topology}"
 
 
-def _messages(plan: Plan, part: str) -> list[tuple[int, int]]:
-    """Returns the (bytes, count) of each kind of permute in a pass."""
-    passes = ("forward",) if part == "forward" else ("forward", "backward")
-    every = [m for branch in plan.branches for name in passes for m in getattr(branch, name)]
-    return [(m.bytes, m.number) for m in every if m.op == "collective-permute"]
-
-
 def _first_words(text: str) -> str:
     return " ".join(text.split())[:600] or "the compiler crashed"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax aot`."""
-    parser.add_argument(
-        "--target", required=True, help="devices to compile for, such as tpu:v5p:8x8x8 or cuda:h100:1x8x8"
-    )
-    parser.add_argument(
-        "--pass", dest="part", choices=("forward", "gradient", "both"), default="gradient", help="(%(default)s)"
-    )
-    add_job_arguments(parser, seq_len="1M", ring=None)
+    about = "devices to compile for, such as tpu:v5p:8x8x8 or cuda:h100:1x8x8"
+    parser.add_argument("--target", required=True, help=about)
+    parts = ("forward", "gradient", "both")
+    parser.add_argument("--pass", dest="part", choices=parts, default="gradient", help="(%(default)s)")
+    add_job_arguments(parser, "ring")
 
 
 def _check_target(name: str) -> None:

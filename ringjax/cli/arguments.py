@@ -8,14 +8,15 @@ import fractions
 import functools
 import math
 import re
-from typing import Any, NoReturn, get_args
+import warnings
+from collections.abc import Iterator
+from typing import Any, get_args
 
 from ringjax._src.aot.compile import Workload
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
-from ringjax._src.pattern import DilationPattern, Heads, Mixing, Offsets
+from ringjax._src.pattern import Branch, Coverage, DilationPattern, Heads, Mixing, Offsets
 from ringjax._src.planning.plan import Plan, plan
-from ringjax.cli.errors import usage_error
 from ringjax.cli.hardware import DEVICES, Device, Platform
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
@@ -33,6 +34,13 @@ _MOST_BRANCHES = 16
 _MOST_CHUNK_HEADS = 2**22  # chunks of the ring times heads
 _MOST_MEMORY = 10**18
 _MOST_SECONDS = 86400.0
+# Fields of `PlanOptions` that are arguments of `ringjax.plan` and `Workload`.
+_SIZES = ["seq_len", "num_heads", "head_dim", "stored_length", "num_kv_heads", "batch", "layout", "is_causal", "dtype"]
+_SIZES += ["strategy", "has_segment_ids"]
+
+
+class InvalidValueError(argparse.ArgumentTypeError, ValueError):
+    """The value of an option is invalid; `argparse` shows the message."""
 
 
 def parse_count(text: str, most: int = MOST_TOKENS) -> int:
@@ -67,7 +75,7 @@ def parse_seconds(text: str) -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds <= _MOST_SECONDS:
-        raise ValueError(f"must be a number of seconds from 0 to {_MOST_SECONDS:.0f}, got {text!r}")
+        raise InvalidValueError(f"must be a number of seconds from 0 to {_MOST_SECONDS:.0f}, got {text!r}")
     return seconds
 
 
@@ -78,32 +86,28 @@ def _parse(text: str, units: dict[str, int], wanted: str, most: int) -> int:
         digits, decimals, unit = found.groups()
         value = fractions.Fraction(re.sub("[,_]", "", digits) + (decimals or "")) * units.get(unit.upper(), 0)
     if value < 1 or value.denominator != 1:
-        raise ValueError(f"must be {wanted}, got {text!r}")
+        raise InvalidValueError(f"must be {wanted}, got {text!r}")
     if value > most:
-        raise ValueError(f"must be at most {most:,}, got {text!r}")
+        raise InvalidValueError(f"must be at most {most:,}, got {text!r}")
     return int(value)
 
 
-def parse_pattern(
-    text: str, seq_len: int, *, offsets: Offsets = "mod", heads: Heads = "all", mixing: Mixing = "exact"
-) -> DilationPattern:
+def parse_pattern(text: str, seq_len: int, **options: Any) -> DilationPattern:  # noqa: ANN401
     """Parses a pattern: ``"longnet"``, ``"auto"`` (chosen by length), or segments/rates such as ``"2K/1,16K/4,T/16"``.
 
     Args:
         text: The pattern, where T is the whole sequence.
         seq_len: Length of the sequence.
-        offsets: As for `DilationPattern`.
-        heads: As for `DilationPattern`.
-        mixing: As for `DilationPattern`.
+        **options: `offsets`, `heads` and `mixing` of `DilationPattern`.
 
     Example:
         >>> parse_pattern("2K/1,T/16", seq_len=65536)
         DilationPattern(2048/1, 65536/16)
     """
     if text == "longnet":
-        return DilationPattern.longnet(offsets=offsets, heads=heads, mixing=mixing)
+        return DilationPattern.longnet(**options)
     if text == "auto":
-        return DilationPattern.for_length(seq_len, offsets=offsets, heads=heads, mixing=mixing)
+        return DilationPattern.for_length(seq_len, **options)
     pairs = [pair.split("/") for pair in text.split(",")]
     if any(len(pair) != 2 for pair in pairs):
         raise ValueError(
@@ -117,15 +121,15 @@ def parse_pattern(
         rates = tuple(parse_count(r) for _, r in pairs)
     except ValueError as error:
         raise ValueError(f"--pattern {text!r}: each segment length and rate {error}") from None
-    return DilationPattern(lengths, rates, offsets=offsets, heads=heads, mixing=mixing)
+    return DilationPattern(lengths, rates, **options)
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class PlanOptions:
     """An attention on a ring of devices, as described on the command line; the fields match those of `ringjax.plan`.
 
     Example:
-        >>> Job(seq_len=65536, num_heads=8, head_dim=64, ring_size=4, pattern_text="2K/1,T/16").plan().branches[1].hops
+        >>> PlanOptions(seq_len=65536, num_heads=8, head_dim=64, ring_size=4, pattern_text="2K/1,T/16").plan().branches[1].hops
         3
     """
 
@@ -152,7 +156,7 @@ class Job:
     @property
     def pattern(self) -> DilationPattern:
         """The pattern at this sequence length."""
-        options: dict[str, Any] = {"offsets": self.offsets, "heads": self.heads, "mixing": self.mixing}
+        options = {"offsets": self.offsets, "heads": self.heads, "mixing": self.mixing}
         return parse_pattern(self.pattern_text, self.seq_len, **options)
 
     @property
@@ -171,22 +175,38 @@ class Job:
         return self.memory if self.memory or self.hardware is None else self.hardware.memory_bytes
 
     @property
+    def kv_heads(self) -> int:
+        """Number of key/value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def branches(self) -> tuple[Branch, ...]:
+        """The branches of the pattern at this sequence length."""
+        return self.pattern.branches(self.kv_heads, self.seq_len)
+
+    @property
+    def variants(self) -> Iterator[PlanOptions]:
+        """The job with every layout and strategy that differs on its ring."""
+        is_ring = self.ring_size > 1
+        for layout in LAYOUTS if is_ring else LAYOUTS[:1]:
+            for strategy in STRATEGIES if is_ring else STRATEGIES[:1]:
+                yield dataclasses.replace(self, layout=layout, strategy=strategy, stored_length=None)
+
+    @property
     def workload(self) -> Workload:
         """The job as a workload for ahead-of-time compilation."""
-        return Workload(
-            self.pattern,
-            self.seq_len,
-            self.num_heads,
-            self.head_dim,
-            num_kv_heads=self.num_kv_heads,
-            batch=self.batch,
-            dtype=self.dtype,
-            is_causal=self.is_causal,
-            layout=self.layout,
-            strategy=self.strategy,
-            stored_length=self.plan().spec.stored_length,
-            has_segment_ids=self.has_segment_ids,
-        )
+        return Workload(self.pattern, **{**self._sizes, "stored_length": self.plan().spec.stored_length})
+
+    @property
+    def _sizes(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in _SIZES}
+
+    def coverage(self, most: int) -> Coverage:
+        """Returns the coverage, counted over at most `most` positions."""
+        countable = 2**28 // (self.kv_heads * len(self.pattern.segment_lengths))  # within seconds
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return self.pattern.coverage(self.kv_heads, min(self.seq_len, most, countable))
 
     def plan(self) -> Plan:
         """Returns the plan; it has no memory limit, which depends on the platform.
@@ -198,136 +218,63 @@ class Job:
         stored = self.stored_length or -(-self.seq_len // chunks) * chunks
         if stored > MOST_TOKENS:
             raise ValueError(f"--seq-len must be at most {MOST_TOKENS:,} with padding, got {self.seq_len}")
-        heads = self.num_kv_heads or self.num_heads
-        if chunks * heads > _MOST_CHUNK_HEADS:
+        if chunks * self.kv_heads > _MOST_CHUNK_HEADS:
             raise ValueError(
                 f"--ring times --kv-heads must be at most {_MOST_CHUNK_HEADS // 2:,}, "
-                f"got {self.ring_size} times {heads}"
+                f"got {self.ring_size} times {self.kv_heads}"
             )
-        return plan(
-            self.pattern,
-            seq_len=self.seq_len,
-            num_heads=self.num_heads,
-            head_dim=self.head_dim,
-            ring_size=self.ring_size,
-            stored_length=self.stored_length,
-            num_kv_heads=self.num_kv_heads,
-            batch=self.batch,
-            layout=self.layout,
-            is_causal=self.is_causal,
-            dtype=self.dtype,
-            strategy=self.strategy,
-            has_segment_ids=self.has_segment_ids,
-            head_shards=self.head_shards,
-        )
+        return plan(self.pattern, ring_size=self.ring_size, head_shards=self.head_shards, **self._sizes)
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that reports errors on one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Prints the error with a pointer to `--help` and exits."""
-        self.exit(usage_error(self.prog, message))
+def _option(field: str, about: str, most: int | None = None, **settings: Any) -> dict[str, Any]:  # noqa: ANN401
+    if most is not None:
+        settings["type"] = functools.partial(parse_count, most=most)
+    return {"dest": field, "help": about + (" (%(default)s)" if "default" in settings else ""), **settings}
 
 
-def checked(parse: Any) -> Any:  # noqa: ANN401 - what argparse takes for a type
-    """Returns an `argparse` type whose errors show the message of `parse`."""
-
-    def typed(text: str) -> Any:  # noqa: ANN401
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from None
-
-    return typed
-
-
-def count(most: int = MOST_TOKENS) -> Any:  # noqa: ANN401
-    """Returns an `argparse` type for counts."""
-    return checked(functools.partial(parse_count, most=most))
-
-
-amount, duration = checked(parse_bytes), checked(parse_seconds)
-
-
-def add_job_arguments(
-    parser: argparse.ArgumentParser, *, seq_len: str, ring: str | None = "1", is_tuned: bool = False, **defaults: str
-) -> None:
-    """Adds the options that describe an attention.
-
-    Args:
-        parser: The parser to extend.
-        seq_len: Default sequence length.
-        ring: Default ring size, or None to omit the option.
-        is_tuned: Whether to omit the options that `ringjax tune` chooses itself or does not measure.
-        **defaults: Other defaults.
-    """
-    given = {"heads": "16", "head-dim": "128", "pattern": "longnet", "dtype": "bf16", **defaults}
-    group = parser.add_argument_group("attention")
-    group.add_argument(
-        "--seq-len", type=count(), default=seq_len, metavar="T", help="sequence length: 65536, 256K, 1M (%(default)s)"
-    )
-    group.add_argument(
-        "--heads", type=count(MOST_HEADS), default=given["heads"], metavar="N", help="query heads (%(default)s)"
-    )
-    group.add_argument("--kv-heads", type=count(MOST_HEADS), metavar="K", help="key/value heads (same as --heads)")
-    group.add_argument(
-        "--head-dim", type=count(2**16), default=given["head-dim"], metavar="H", help="head dimension (%(default)s)"
-    )
-    group.add_argument(
-        "--batch", type=count(2**20), default="1", metavar="B", help="sequences per device (%(default)s)"
-    )
-    group.add_argument(
-        "--pattern",
-        default=given["pattern"],
-        help="longnet, auto (by length), or segments/rates: 2K/1,16K/4,T/16, where T is the sequence (%(default)s)",
-    )
-    group.add_argument("--offsets", choices=get_args(Offsets), default="mod", help="offset rule (%(default)s)")
-    group.add_argument("--branch-heads", choices=get_args(Heads), default="all", help="heads per branch (%(default)s)")
-    group.add_argument(
-        "--mixing", choices=get_args(Mixing), default="exact", help="how branches are combined (%(default)s)"
-    )
-    group.add_argument("--causal", action="store_true", help="causal attention")
-    group.add_argument("--dtype", choices=DTYPES, default=given["dtype"], help="dtype of the arrays (%(default)s)")
-    if ring is not None:
-        group.add_argument(
-            "--ring",
-            type=count(MOST_DEVICES),
-            default=ring,
-            metavar="P",
-            help="devices that share the sequence (%(default)s)",
-        )
-    if is_tuned:
-        return
-    group.add_argument("--segment-ids", action="store_true", help="the sequence packs several documents")
-    group.add_argument("--layout", choices=LAYOUTS, help="sequence layout (zigzag if causal, else contiguous)")
-    group.add_argument(
-        "--strategy", choices=STRATEGIES, default="auto", help="how keys and values are exchanged (%(default)s)"
-    )
-    group.add_argument("--stored-length", type=count(), metavar="T", help="padded length")
+_PATTERNS = "longnet, auto (by length), or segments/rates: 2K/1,16K/4,T/16, where T is the sequence"
+# The options of all commands by name; the destination of those that describe an attention is a field of `PlanOptions`.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "seq-len": _option("seq_len", "sequence length: 65536, 256K, 1M", MOST_TOKENS, default="1M", metavar="T"),
+    "heads": _option("num_heads", "query heads", MOST_HEADS, default="16", metavar="N"),
+    "kv-heads": _option("num_kv_heads", "key/value heads (same as --heads)", MOST_HEADS, metavar="K"),
+    "head-dim": _option("head_dim", "head dimension", 2**16, default="128", metavar="H"),
+    "batch": _option("batch", "sequences per device", 2**20, default="1", metavar="B"),
+    "pattern": _option("pattern_text", _PATTERNS, default="longnet", metavar="PATTERN"),
+    "offsets": _option("offsets", "offset rule", choices=get_args(Offsets), default="mod"),
+    "branch-heads": _option("heads", "heads per branch", choices=get_args(Heads), default="all"),
+    "mixing": _option("mixing", "how branches are combined", choices=get_args(Mixing), default="exact"),
+    "causal": _option("is_causal", "causal attention", action="store_true"),
+    "dtype": _option("dtype", "dtype of the arrays", choices=DTYPES, default="bf16"),
+    "ring": _option("ring_size", "devices that share the sequence", MOST_DEVICES, default="1", metavar="P"),
+    "segment-ids": _option("has_segment_ids", "the sequence packs several documents", action="store_true"),
+    "layout": _option("layout", "sequence layout (zigzag if causal, else contiguous)", choices=LAYOUTS),
+    "strategy": _option("strategy", "how keys and values are exchanged", choices=STRATEGIES, default="auto"),
+    "stored-length": _option("stored_length", "padded length", MOST_TOKENS, metavar="T"),
+    "head-shards": _option("head_shards", "devices that share the heads", MOST_HEADS, default="1", metavar="S"),
+    "memory": _option("memory", "memory per device: 80GB, 16GiB (that of --device)", type=parse_bytes),
+    "device": _option("device", "device for the memory limit and the time estimate", choices=DEVICES),
+    "cpu-devices": _option("cpu_devices", "simulate N CPU devices on this machine", MOST_CPU_DEVICES, metavar="N"),
+}
 
 
-def job_of(options: argparse.Namespace, **changes: Any) -> Job:  # noqa: ANN401
+def add_options(parser: argparse._ActionsContainer, *names: str, **defaults: str) -> None:
+    """Adds options by name; `defaults` replace those of `OPTIONS`, by field."""
+    for name in names:
+        parser.add_argument(f"--{name}", **OPTIONS[name])
+    parser.set_defaults(**defaults)
+
+
+def add_job_arguments(parser: argparse.ArgumentParser, *without: str, **defaults: str) -> None:
+    """Adds the options that describe an attention, without some; `defaults` replace those of `OPTIONS`, by field."""
+    omitted = {"head-shards", "memory", "device", "cpu-devices", *without}
+    names = (name for name in OPTIONS if name not in omitted)
+    add_options(parser.add_argument_group("attention"), *names, **defaults)
+
+
+def job_of(options: argparse.Namespace, **changes: Any) -> PlanOptions:  # noqa: ANN401
     """Returns the job described by parsed options."""
-    named = {
-        "seq_len": options.seq_len,
-        "num_heads": options.heads,
-        "head_dim": options.head_dim,
-        "pattern_text": options.pattern,
-        "ring_size": getattr(options, "ring", 1),
-        "num_kv_heads": options.kv_heads,
-        "batch": options.batch,
-        "layout": getattr(options, "layout", None) or ("zigzag" if options.causal else "contiguous"),
-        "strategy": getattr(options, "strategy", "auto"),
-        "is_causal": options.causal,
-        "dtype": DTYPES[options.dtype],
-        "stored_length": getattr(options, "stored_length", None),
-        "has_segment_ids": getattr(options, "segment_ids", False),
-        "head_shards": getattr(options, "head_shards", 1),
-        "memory": getattr(options, "memory", None),
-        "device": getattr(options, "device", None),
-        "offsets": options.offsets,
-        "heads": options.branch_heads,
-        "mixing": options.mixing,
-    }
-    return Job(**{**named, **changes})
+    fields = {f.name for f in dataclasses.fields(PlanOptions)}
+    given = {name: value for name, value in vars(options).items() if name in fields}
+    given["layout"] = given.get("layout") or ("zigzag" if options.is_causal else "contiguous")
+    return PlanOptions(**{**given, "dtype": DTYPES[options.dtype], **changes})

@@ -7,7 +7,6 @@ import dataclasses
 import importlib.metadata
 import os
 import platform
-import sys
 import time
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from ringjax._src.kernels.dispatch import BACKENDS
 from ringjax._src.kernels.interface import Case
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.planning.table import bytes_text
-from ringjax.cli.arguments import MOST_CPU_DEVICES, count, duration
+from ringjax.cli.arguments import add_options, parse_seconds
 from ringjax.cli.output import emit
 from ringjax.cli.running import (
     attention_on,
@@ -39,7 +38,6 @@ EXAMPLES = """examples:
   ringjax doctor --cpu-devices 8       on eight CPU devices of this machine
   srun ringjax doctor --distributed    on all processes of a cluster; process 0 prints
 """
-CPU_DEVICES_HELP = "simulate N CPU devices on this machine"
 _PACKAGES = ("jax", "jaxlib", "flax", "numpy", "libtpu", "jax-cuda12-plugin", "jax-cuda13-plugin")
 _VARIABLES = ("XLA_FLAGS", "LIBTPU_INIT_ARGS", "JAX_PLATFORMS")
 _LIMIT = 2e-5  # for float32 at the highest matmul precision
@@ -109,8 +107,8 @@ class Diagnosis:
         """Returns a JSON-serializable dictionary."""
         checks = [{**check._asdict(), "passed": check.passed} for check in self.checks]
         measured = None if self.measurement is None else self.measurement._asdict()
-        data = {"command": "doctor", "is_well": self.is_well, "checks": checks, "measurement": measured}
-        return {**data, **{x: getattr(self, x) for x in ("versions", "variables", "devices", "kernels", "seconds")}}
+        data = {"command": "doctor", "is_well": self.is_well, **vars(self)}
+        return {**data, "checks": checks, "measurement": measured}
 
     def __str__(self) -> str:
         lines = ["versions   " + ", ".join(f"{name} {version}" for name, version in self.versions.items())]
@@ -229,11 +227,10 @@ def _measure(seconds: float) -> Measurement:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax doctor`."""
-    parser.add_argument("--cpu-devices", type=count(MOST_CPU_DEVICES), metavar="N", help=CPU_DEVICES_HELP)
+    add_options(parser, "cpu-devices")
     parser.add_argument("--distributed", action="store_true", help="join the processes of a cluster first")
-    parser.add_argument(
-        "--seconds", type=duration, default=10.0, help="measurement time; 0 skips the measurement (%(default)s)"
-    )
+    about = "measurement time; 0 skips the measurement (%(default)s)"
+    parser.add_argument("--seconds", type=parse_seconds, default=10.0, help=about)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -242,7 +239,6 @@ def run(options: argparse.Namespace) -> int:
     found = examine(options.seconds)
     if jax.process_index() == 0:
         emit(options, found.to_dict(), str(found))
-    sys.stdout.flush()
     return 0 if found.is_well else 1
 
 

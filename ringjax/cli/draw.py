@@ -6,17 +6,16 @@ import argparse
 import io
 import pathlib
 import string
-import warnings
 from typing import Any
 
 import numpy as np
 
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.planning.table import bytes_text
-from ringjax.cli.arguments import Job, add_job_arguments, job_of
+from ringjax.cli.arguments import PlanOptions, add_job_arguments, job_of
 from ringjax.cli.files import check_output, write_output
 from ringjax.cli.output import emit
-from ringjax.cli.pictures import Reach, Schedule, check_length, coverage_of, mask_of, schedule_of
+from ringjax.cli.pictures import Schedule, coverage_of, mask_of, schedule_of
 
 EXAMPLES = """examples:
   ringjax draw mask --seq-len 64 --pattern 8/1,32/2,T/4 --heads 4 --causal -o mask.png
@@ -27,12 +26,13 @@ EXAMPLES = """examples:
 _COLORS = ("#ffffff", "#1b4f8a", "#d98c21", "#4f9d69", "#a23b72", "#7a7a7a", "#c95d63", "#5b8e7d", "#8d6a9f")
 _SHADES = " ░▒▓█"
 _DIGITS = "." + string.digits[1:] + string.ascii_lowercase  # symbols of branches in text
+_MASKS = 4  # heads shown in a mask picture
 _POSITIONS = 64  # shown in a coverage picture
 _MOST_HEADS = 256  # shown in a coverage picture
 _MOST_PIECES = 2**16  # segments times heads, which are processed one by one
 
 
-def draw(what: str, job: Job, path: pathlib.Path) -> None:
+def draw(what: str, job: PlanOptions, path: pathlib.Path) -> None:
     """Draws a picture to a PNG or SVG file.
 
     Args:
@@ -59,19 +59,16 @@ def draw(what: str, job: Job, path: pathlib.Path) -> None:
     write_output(path, drawn.getvalue())
 
 
-def _check(what: str, job: Job) -> None:
+def _check(what: str, job: PlanOptions) -> None:
     """Raises `ValueError` if the attention is invalid or too large to draw."""
     if what == "ring" and not 2 <= job.ring_size <= 64:
         raise ValueError(f"--ring must be from 2 to 64 to draw a ring, got {job.ring_size}")
-    if what == "mask":
-        check_length(job)
-    heads = job.num_kv_heads or job.num_heads
-    if what == "coverage" and heads > _MOST_HEADS:
+    if what == "coverage" and job.kv_heads > _MOST_HEADS:
         raise ValueError(
-            f"--kv-heads (by default --heads) must be at most {_MOST_HEADS} to draw the coverage, got {heads}"
+            f"--kv-heads (by default --heads) must be at most {_MOST_HEADS} to draw the coverage, got {job.kv_heads}"
         )
     for branch in job.plan().branches:
-        pieces = -(-job.seq_len // branch.segment_length) * heads
+        pieces = -(-job.seq_len // branch.segment_length) * job.kv_heads
         if what == "ring" and pieces > _MOST_PIECES:
             raise ValueError(
                 f"--pattern must have longer segments to draw a ring of {job.seq_len} positions: branch "
@@ -79,11 +76,11 @@ def _check(what: str, job: Job) -> None:
             )
 
 
-def in_text(what: str, job: Job) -> str:
+def in_text(what: str, job: PlanOptions) -> str:
     """Returns a picture as text for a terminal.
 
     Example:
-        >>> print(in_text("mask", Job(4, num_heads=1, pattern_text="2/1,4/2", is_causal=True)))
+        >>> print(in_text("mask", PlanOptions(4, num_heads=1, pattern_text="2/1,4/2", is_causal=True)))
         head 0 (1: 2/1, 2: 4/2)
         1 . . .
         1 1 . .
@@ -94,41 +91,27 @@ def in_text(what: str, job: Job) -> str:
     return {"mask": _mask_text, "coverage": _coverage_text, "ring": _ring_text}[what](job)
 
 
-def _heads(job: Job) -> int:
-    return min(job.num_heads, 4)
-
-
-def _names(job: Job) -> list[str]:
-    branches = job.pattern.branches(job.num_kv_heads or job.num_heads, job.seq_len)
-    return [f"{b.segment_length}/{b.rate}" for b in branches]
-
-
-def _draw_mask(figure: Any, job: Job) -> None:  # noqa: ANN401 - matplotlib is optional
+def _draw_mask(figure: Any, job: PlanOptions) -> None:  # noqa: ANN401 - matplotlib is optional
     from matplotlib.colors import ListedColormap  # noqa: PLC0415
     from matplotlib.patches import Patch  # noqa: PLC0415
 
-    heads, names = _heads(job), _names(job)
+    heads, branches = min(job.num_heads, _MASKS), job.branches
     masks = mask_of(job, heads)
     figure.set_size_inches(3.1 * heads + 0.4, 4.1)
     panels = figure.subplots(1, heads, squeeze=False, sharey=True)[0]
-    shades = [_COLORS[1 + i % 8] for i in range(len(names))]
+    shades = [_COLORS[1 + i % 8] for i in range(len(branches))]
     colors = ListedColormap([_COLORS[0], *shades])
     for head, panel in enumerate(panels):
-        panel.imshow(masks[head], cmap=colors, vmin=-0.5, vmax=len(names) + 0.5, interpolation="nearest")
+        panel.imshow(masks[head], cmap=colors, vmin=-0.5, vmax=len(branches) + 0.5, interpolation="nearest")
         panel.set_title(f"head {head}", fontsize=11)
         panel.set_xlabel("key position")
     panels[0].set_ylabel("query position")
-    keys = [Patch(color=shades[i], label=f"segments of {w}, {_every(r)}") for i, (w, r) in _pairs(names)]
+    labels = [f"segments of {branch.segment_length}, {_every(branch.rate)}" for branch in branches]
+    keys = [Patch(color=color, label=label) for color, label in zip(shades, labels, strict=True)]
     figure.legend(handles=keys, loc="outside lower center", ncols=min(len(keys), heads + 1), frameon=False, fontsize=10)
     causal = "causal " if job.is_causal else ""
-    figure.suptitle(
-        f"Which keys each query attends to: {causal}dilated attention, {job.seq_len} positions", fontsize=12
-    )
-
-
-def _pairs(names: list[str]) -> list[tuple[int, tuple[int, int]]]:
-    split = [name.split("/") for name in names]
-    return [(i, (int(w), int(r))) for i, (w, r) in enumerate(split)]
+    title = f"Which keys each query attends to: {causal}dilated attention, {job.seq_len} positions"
+    figure.suptitle(title, fontsize=12)
 
 
 def _every(rate: int) -> str:
@@ -138,7 +121,7 @@ def _every(rate: int) -> str:
     return f"every {rate}{'th' if teens else {1: 'st', 2: 'nd', 3: 'rd'}.get(rate % 10, 'th')} row"
 
 
-def _draw_coverage(figure: Any, job: Job) -> None:  # noqa: ANN401
+def _draw_coverage(figure: Any, job: PlanOptions) -> None:  # noqa: ANN401
     from matplotlib.colors import ListedColormap  # noqa: PLC0415
 
     table, reach = coverage_of(job, _POSITIONS)
@@ -148,9 +131,8 @@ def _draw_coverage(figure: Any, job: Job) -> None:  # noqa: ANN401
     blues = ["#ffffff", "#bcd4ea", "#7fb0db", "#3f83c0", "#1b4f8a", "#0b2d57"]
     colors = ListedColormap([blues[min(i, 5)] for i in range(most + 1)])
     shown = left.imshow(table, cmap=colors, vmin=-0.5, vmax=most + 0.5, aspect="auto", interpolation="nearest")
-    left.set(
-        xlabel="position", ylabel="key/value head", title=f"Branches that select a position (first {table.shape[1]})"
-    )
+    title = f"Branches that select a position (first {table.shape[1]})"
+    left.set(xlabel="position", ylabel="key/value head", title=title)
     left.yaxis.get_major_locator().set_params(integer=True)
     bar = figure.colorbar(shown, ax=left, ticks=range(most + 1), pad=0.02)
     bar.ax.tick_params(labelsize=9)
@@ -168,28 +150,26 @@ def _draw_coverage(figure: Any, job: Job) -> None:  # noqa: ANN401
     figure.suptitle(_coverage_line(job), fontsize=12)
 
 
-def _coverage_line(job: Job) -> str:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        heads = job.num_kv_heads or job.num_heads
-        most = 2**28 // (heads * len(job.pattern.segment_lengths))  # counted within seconds
-        found = job.pattern.coverage(heads, min(job.seq_len, 2**22, most))
+def _coverage_line(job: PlanOptions) -> str:
+    found = job.coverage(2**22)
     return f"{found.share:.1%} of (position, head) pairs covered; reach {found.reach:,} of {job.seq_len:,} positions"
 
 
-def _draw_ring(figure: Any, job: Job) -> None:  # noqa: ANN401
-    schedules = _schedules(job)
-    widths = [max(1.6, 0.8 + 0.42 * s.group) for s in schedules]
+def _draw_ring(figure: Any, job: PlanOptions) -> None:  # noqa: ANN401
+    from matplotlib import colormaps  # noqa: PLC0415
+
+    schedules = [schedule_of(branch) for branch in job.plan().branches]
+    widths = [max(1.6, 0.8 + 0.42 * s.ring_devices) for s in schedules]
     figure.set_size_inches(2.4 + sum(widths), 2.0 + max(2.2, 0.34 * job.ring_size))
     panels = figure.subplots(1, 1 + len(schedules), width_ratios=(1.5, *widths), squeeze=False)[0]
-    colors = _device_colors(job.ring_size)
+    turbo = colormaps["turbo"](np.linspace(0.12, 0.88, job.ring_size))
+    colors = np.asarray(turbo)[:, :3] * 0.62 + 0.38  # (devices, 3), light enough for dark text
     _draw_layout(panels[0], job, colors)
     for panel, schedule in zip(panels[1:], schedules, strict=True):
         _draw_schedule(panel, schedule, colors)
     causal = "causal, " if job.is_causal else ""
-    figure.suptitle(
-        f"{job.seq_len:,} positions over a ring of {job.ring_size} devices ({causal}{job.layout})", fontsize=12
-    )
+    title = f"{job.seq_len:,} positions over a ring of {job.ring_size} devices ({causal}{job.layout})"
+    figure.suptitle(title, fontsize=12)
     figure.supxlabel(
         "Numbers and colors: the device that the current keys came from. At each hop, keys move to the next device.\n"
         "Full color: most work in a hop; pale: less; white: none. Blue lines separate independent rings.",
@@ -197,14 +177,7 @@ def _draw_ring(figure: Any, job: Job) -> None:  # noqa: ANN401
     )
 
 
-def _device_colors(number: int) -> np.ndarray:
-    """Returns one color per device, (devices, 3), light enough for dark text."""
-    from matplotlib import colormaps  # noqa: PLC0415
-
-    return np.asarray(colormaps["turbo"](np.linspace(0.12, 0.88, number)))[:, :3] * 0.62 + 0.38
-
-
-def _draw_layout(panel: Any, job: Job, colors: np.ndarray) -> None:  # noqa: ANN401
+def _draw_layout(panel: Any, job: PlanOptions, colors: np.ndarray) -> None:  # noqa: ANN401
     """Draws the chunks of the sequence that each device holds."""
     chunks = _chunks(job)
     panel.imshow(np.repeat(colors[:, None], chunks.shape[1], axis=1), aspect="auto", interpolation="nearest")
@@ -223,12 +196,12 @@ def _draw_schedule(panel: Any, schedule: Schedule, colors: np.ndarray) -> None: 
     strength = np.where(share > 0, 0.25 + 0.75 * share, 0.0)
     cells = strength * colors[schedule.source] + (1 - strength)
     panel.imshow(cells, aspect="auto", interpolation="nearest")
-    if schedule.group <= 16 and len(cells) <= 32:
+    if schedule.ring_devices <= 16 and len(cells) <= 32:
         for (device, hop), source in np.ndenumerate(schedule.source):
             color = "black" if share[device, hop, 0] else "#b0b0b0"
             panel.text(hop, device, str(source), ha="center", va="center", fontsize=8, color=color)
-    for device in range(schedule.group, len(cells), schedule.group):
-        if schedule.group > 1:
+    for device in range(schedule.ring_devices, len(cells), schedule.ring_devices):
+        if schedule.ring_devices > 1:
             panel.axhline(device - 0.5, color="#1b4f8a", linewidth=2)
     panel.set_title(f"{schedule.name}\n{schedule.where}", fontsize=10)
     if schedule.where == "local":
@@ -240,39 +213,31 @@ def _draw_schedule(panel: Any, schedule: Schedule, colors: np.ndarray) -> None: 
     panel.set_yticks([])
 
 
-def _schedules(job: Job) -> list[Schedule]:
-    return [schedule_of(branch) for branch in job.plan().branches]
-
-
-def _chunks(job: Job) -> np.ndarray:
+def _chunks(job: PlanOptions) -> np.ndarray:
     """Returns the indices of the chunks held by each device, (devices, chunks per device)."""
     return np.array(layout_named(job.layout).order(job.ring_size)).reshape(job.ring_size, -1)
 
 
-def _mask_text(job: Job) -> str:
-    legend = ", ".join(f"{_DIGITS[i]}: {name}" for i, name in enumerate(_names(job), 1))
-    masks = mask_of(job, _heads(job))
+def _mask_text(job: PlanOptions) -> str:
+    legend = ", ".join(f"{_DIGITS[i]}: {b.segment_length}/{b.rate}" for i, b in enumerate(job.branches, 1))
     lines = []
-    for head, mask in enumerate(masks):
+    for head, mask in enumerate(mask_of(job, min(job.num_heads, _MASKS))):
         lines += [f"head {head} ({legend})", *(" ".join(_DIGITS[x] for x in row) for row in mask), ""]
     return "\n".join(lines[:-1])
 
 
-def _coverage_text(job: Job) -> str:
+def _coverage_text(job: PlanOptions) -> str:
     table, reach = coverage_of(job, _POSITIONS)
     lines = [_coverage_line(job), "", "branches that select a position, by key/value head:"]
     lines += [f"{head:3d} " + "".join(_DIGITS[x] for x in row) for head, row in enumerate(table)]
-    return "\n".join([*lines, "", *(_reach_line(branch) for branch in reach)])
+    bars = [f"{x.name:>16} {'#' * x.distance.bit_length()} 1 key in {round(1 / x.density)}" for x in reach]
+    return "\n".join([*lines, "", *bars])
 
 
-def _reach_line(branch: Reach) -> str:
-    return f"{branch.name:>16} {'#' * branch.distance.bit_length()} 1 key in {round(1 / branch.density)}"
-
-
-def _ring_text(job: Job) -> str:
+def _ring_text(job: PlanOptions) -> str:
     lines = ["device: chunks held"]
     lines += [f"{device:6d}: {' '.join(map(str, held))}" for device, held in enumerate(_chunks(job))]
-    for s in _schedules(job):
+    for s in map(schedule_of, job.plan().branches):
         sent = "no communication" if s.where == "local" else f"{bytes_text(s.hop_bytes)} per hop"
         lines += ["", f"{s.name}: {s.where}, {sent}; source of the keys at each hop, and relative work:"]
         shade = np.ceil(s.work / max(s.work.max(), 1.0) * (len(_SHADES) - 1)).astype(int)
@@ -285,10 +250,9 @@ def _ring_text(job: Job) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax draw`."""
     parser.add_argument("what", choices=("mask", "coverage", "ring"), help="picture to draw")
-    add_job_arguments(parser, seq_len="64", ring="8", heads="4", pattern="8/1,32/2,T/4")
-    parser.add_argument(
-        "-o", "--output", type=pathlib.Path, metavar="FILE", help=".png or .svg file (ringjax-WHAT.png)"
-    )
+    add_job_arguments(parser, seq_len="64", ring_size="8", num_heads="4", pattern_text="8/1,32/2,T/4")
+    about = ".png or .svg file (ringjax-WHAT.png)"
+    parser.add_argument("-o", "--output", type=pathlib.Path, metavar="FILE", help=about)
     parser.add_argument("--ascii", action="store_true", help="print as text instead")
 
 
@@ -297,11 +261,12 @@ def run(options: argparse.Namespace) -> int:
     job = job_of(options)
     if options.ascii and options.output:
         raise ValueError(f"--output must not be given with --ascii, got {str(options.output)!r}")
+    data = {"command": "draw", "what": options.what}
     if options.ascii:
         text = in_text(options.what, job)
-        emit(options, {"command": "draw", "what": options.what, "text": text}, text)
-        return 0
-    path = options.output or pathlib.Path(f"ringjax-{options.what}.png")
-    draw(options.what, job, path)
-    emit(options, {"command": "draw", "what": options.what, "file": str(path)}, f"Saved {path}.")
+        emit(options, {**data, "text": text}, text)
+    else:
+        path = options.output or pathlib.Path(f"ringjax-{options.what}.png")
+        draw(options.what, job, path)
+        emit(options, {**data, "file": str(path)}, f"Saved {path}.")
     return 0

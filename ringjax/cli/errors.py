@@ -5,32 +5,12 @@ from __future__ import annotations
 import re
 import sys
 
+from ringjax.cli.arguments import OPTIONS
+
 # Arguments named in the errors of the library, and the options that set them.
-_OPTIONS = {
-    "seq_len": "--seq-len",
-    "max_len": "--seq-len",
-    "stored_length": "--stored-length",
-    "num_heads": "--heads",
-    "num_kv_heads": "--kv-heads",
-    "head_dim": "--head-dim",
-    "head_shards": "--head-shards",
-    "head_axis": "--head-shards",
-    "ring_size": "--ring",
-    "batch": "--batch",
-    "layout": "--layout",
-    "strategy": "--strategy",
-    "is_causal": "--causal",
-    "dtype": "--dtype",
-    "has_segment_ids": "--segment-ids",
-    "pattern": "--pattern",
-    "segment_lengths": "--pattern",
-    "dilation_rates": "--pattern",
-    "offsets": "--offsets",
-    "heads": "--branch-heads",
-    "mixing": "--mixing",
-    "topology": "--target",
-    "name": "--target",
-}
+_OPTIONS = {option["dest"]: f"--{name}" for name, option in OPTIONS.items()}
+_OPTIONS |= dict.fromkeys(("pattern", "segment_lengths", "dilation_rates"), "--pattern")
+_OPTIONS |= {"max_len": "--seq-len", "head_axis": "--head-shards", "topology": "--target", "name": "--target"}
 _ARGUMENT = re.compile(r'`(\w+)(?:\[\d+\])?(?:="?(\w+)"?)?`')
 _LONGEST = 1000  # characters per line
 

@@ -46,14 +46,14 @@ class Device:
         """Returns the peak flops per second for a dtype."""
         return self.half_flops if dtype in ("bfloat16", "float16") else self.float_flops
 
-    def hop_bandwidth(self, group: int) -> float:
-        """Returns the bytes per second of the slowest hop in rings of `group` neighboring devices.
+    def hop_bandwidth(self, ring_devices: int) -> float:
+        """Returns the bytes per second of the slowest hop in rings of `ring_devices` neighboring devices.
 
         Example:
             >>> DEVICES["h100"].hop_bandwidth(8) / 10**9, DEVICES["h100"].hop_bandwidth(16) / 10**9
             (450.0, 50.0)
         """
-        is_inside = self.machine_size is None or self.machine_size % group == 0
+        is_inside = self.machine_size is None or self.machine_size % ring_devices == 0
         return self.link if is_inside else self.machine_link
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
+import itertools
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import jax
 
 import ringjax
-from ringjax.cli.arguments import Parser
 from ringjax.cli.errors import in_options, report, usage_error
 from ringjax.cli.output import flush_stdout
 
@@ -22,6 +24,24 @@ COMMANDS = {
     "doctor": "report versions and devices, check results against the reference, and measure speed",
     "tune": "measure layouts, strategies and block sizes on this machine, and save the fastest",
 }
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports errors on one line and suggests options for misspelled ones."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # noqa: ANN401
+        """Parses arguments; reports unknown ones here, where the options of the subcommand are known."""
+        options, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            words = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+            close = [difflib.get_close_matches(word, self._option_string_actions, n=1, cutoff=0.7) for word in words]
+            hint = f"; did you mean {' and '.join(itertools.chain(*close))}?" if any(close) else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        return options, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the error with a pointer to `--help` and exits."""
+        self.exit(usage_error(self.prog, message))
 
 
 def parser(command: str | None = None) -> Parser:

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -22,10 +23,9 @@ def emit(options: argparse.Namespace, data: dict[str, Any], text: str) -> None:
     """Prints the result of a command, as JSON if requested."""
     text = json.dumps(data, indent=1) if options.json else text
     try:
-        print(encodable(text, sys.stdout.encoding))
+        print(encodable(text, sys.stdout.encoding), flush=True)
     except OSError as error:
         raise _output_error(error) from None
-    flush_stdout()
 
 
 def flush_stdout() -> None:
@@ -43,17 +43,12 @@ def flush_stdout() -> None:
 
 def _output_error(error: OSError) -> OSError | ValueError:
     """Returns the error to raise; discards standard output so that Python does not report it again at exit."""
-    discard_stdout()
-    if isinstance(error, BrokenPipeError):
-        return error
-    return ValueError(f"standard output cannot be written: {error.strerror or error}")
-
-
-def discard_stdout() -> None:
-    """Redirects standard output, including its buffer, to the null device."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
+    if isinstance(error, BrokenPipeError):
+        return error
+    return ValueError(f"standard output cannot be written: {error.strerror or error}")
 
 
 def encodable(text: str, encoding: str | None) -> str:
@@ -72,8 +67,13 @@ def encodable(text: str, encoding: str | None) -> str:
     return text
 
 
-def table_text(table: Table) -> str:
-    """Returns a table as text, at most 120 columns wide."""
+def table_text(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int = 1) -> str:
+    """Returns a table as text, at most 120 columns wide; the first `num_left` columns are left-justified."""
+    table = Table(title=title, title_justify="left", title_style="")
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i < num_left else "right")
+    for row in rows:
+        table.add_row(*row)
     out = io.StringIO()
     # cells may contain user input, which is not markup
     console = Console(file=out, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)

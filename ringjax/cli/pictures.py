@@ -10,44 +10,38 @@ import numpy as np
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.pattern import Branch, selected_before
 from ringjax._src.planning.plan import BranchPlan
-from ringjax.cli.arguments import Job
+from ringjax.cli.arguments import PlanOptions
 
 LONGEST = 1024  # positions in a mask
 
 
-def mask_of(job: Job, heads: int) -> np.ndarray:
+def mask_of(job: PlanOptions, heads: int) -> np.ndarray:
     """Returns the first branch (from 1) that contains each pair, 0 for none: (heads, query, key), for the first heads.
 
     Raises:
         ValueError: If the sequence is too long to draw.
 
     Example:
-        >>> mask_of(Job(4, num_heads=2, pattern_text="2/1,4/2", is_causal=True), heads=1)[0]
+        >>> mask_of(PlanOptions(4, num_heads=2, pattern_text="2/1,4/2", is_causal=True), heads=1)[0]
         array([[1, 0, 0, 0],
                [1, 1, 0, 0],
                [2, 0, 1, 0],
                [0, 0, 1, 1]])
     """
-    check_length(job)
-    kv_heads = job.num_kv_heads or job.num_heads
-    p = np.arange(job.seq_len)
-    first = np.zeros((heads, job.seq_len, job.seq_len), int)
-    for number, branch in reversed(list(enumerate(job.pattern.branches(kv_heads, job.seq_len), 1))):
-        same = p[:, None] // branch.segment_length == p[None, :] // branch.segment_length
-        same &= (p[None, :] <= p[:, None]) | (not job.is_causal)
-        for head in range(heads):
-            chosen = selected(branch, head * kv_heads // job.num_heads, p)
-            first[head][same & chosen[:, None] & chosen[None, :]] = number
-    return first
-
-
-def check_length(job: Job) -> None:
-    """Raises `ValueError` if the sequence is too long to draw its mask."""
     if job.seq_len > LONGEST:
         raise ValueError(
             f"--seq-len must be at most {LONGEST} to draw a mask, got {job.seq_len}: scale the pattern down, "
             "for example --seq-len 64 --pattern 8/1,32/2,T/4"
         )
+    p = np.arange(job.seq_len)
+    first = np.zeros((heads, job.seq_len, job.seq_len), int)
+    for number, branch in reversed(list(enumerate(job.branches, 1))):
+        same = p[:, None] // branch.segment_length == p[None, :] // branch.segment_length
+        same &= (p[None, :] <= p[:, None]) | (not job.is_causal)
+        for head in range(heads):
+            chosen = selected(branch, head * job.kv_heads // job.num_heads, p)
+            first[head][same & chosen[:, None] & chosen[None, :]] = number
+    return first
 
 
 def selected(branch: Branch, head: int, p: np.ndarray) -> np.ndarray:
@@ -66,13 +60,11 @@ class Reach(NamedTuple):
     density: float
 
 
-def coverage_of(job: Job, positions: int) -> tuple[np.ndarray, list[Reach]]:
+def coverage_of(job: PlanOptions, positions: int) -> tuple[np.ndarray, list[Reach]]:
     """Counts the branches that select each of the first positions, (heads, positions); also returns their reach."""
-    kv_heads = job.num_kv_heads or job.num_heads
-    branches = job.pattern.branches(kv_heads, job.seq_len)
     p = np.arange(min(positions, job.seq_len))
-    table = np.array([[selected(b, h, p) for b in branches] for h in range(kv_heads)]).sum(axis=1)
-    reach = [Reach(f"{b.segment_length:,} / {b.rate}", b.segment_length, 1 / b.rate) for b in branches]
+    table = np.array([[selected(b, h, p) for b in job.branches] for h in range(job.kv_heads)]).sum(axis=1)
+    reach = [Reach(f"{b.segment_length:,} / {b.rate}", b.segment_length, 1 / b.rate) for b in job.branches]
     return table, reach
 
 
@@ -82,7 +74,7 @@ class Schedule(NamedTuple):
     Attributes:
         name: Segment length and rate.
         where: ``"local"``, ``"ring"`` or ``"all_gather"``.
-        group: Number of devices in a ring.
+        ring_devices: Number of devices in a ring.
         source: Origin of the keys that a device holds after each hop, (devices, hops + 1).
         work: Number of (query, key) pairs that a device computes with them, over all heads, (devices, hops + 1).
         hop_bytes: Bytes that a device sends at each hop.
@@ -90,7 +82,7 @@ class Schedule(NamedTuple):
 
     name: str
     where: str
-    group: int
+    ring_devices: int
     source: np.ndarray
     work: np.ndarray
     hop_bytes: int
@@ -100,16 +92,16 @@ def schedule_of(branch: BranchPlan) -> Schedule:
     """Returns the schedule of the forward pass of a branch.
 
     Example:
-        >>> job = Job(64, num_heads=2, pattern_text="T/1", ring_size=2, is_causal=True, layout="contiguous")
+        >>> job = PlanOptions(64, num_heads=2, pattern_text="T/1", ring_size=2, is_causal=True, layout="contiguous")
         >>> schedule_of(job.plan().branches[0]).work.tolist()
         [[1056.0, 0.0], [1056.0, 2048.0]]
     """
-    size, group = branch.spec.ring_size, branch.ring_devices
-    device, hop = np.arange(size)[:, None], np.arange(group)[None, :]
-    source = device - device % group + (device - hop) % group
+    size, ring_devices = branch.spec.ring_size, branch.ring_devices
+    device, hop = np.arange(size)[:, None], np.arange(ring_devices)[None, :]
+    source = device - device % ring_devices + (device - hop) % ring_devices
     work = pairs_between(branch)[device, source]
-    sent = branch.sent(branch.forward) // max(1, group - 1)
-    return Schedule(f"{branch.segment_length:,} / {branch.rate}", branch.where, group, source, work, sent)
+    sent = branch.sent(branch.forward) // max(1, ring_devices - 1)
+    return Schedule(f"{branch.segment_length:,} / {branch.rate}", branch.where, ring_devices, source, work, sent)
 
 
 def pairs_between(branch: BranchPlan) -> np.ndarray:

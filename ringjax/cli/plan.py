@@ -4,34 +4,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import math
 import textwrap
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 import ringjax
-from ringjax._src.comm.ring_comm import STRATEGIES
 from ringjax._src.planning.memory import Memory
 from ringjax._src.planning.plan import Plan
 from ringjax._src.planning.table import bytes_text, count_text, plan_table
-from ringjax.cli.advice import Choice, Finding, best_choice, warnings_of
-from ringjax.cli.arguments import (
-    DTYPES,
-    LAYOUTS,
-    MOST_DEVICES,
-    MOST_HEADS,
-    MOST_TOKENS,
-    Job,
-    add_job_arguments,
-    amount,
-    count,
-    job_of,
-    parse_count,
-)
+from ringjax.cli.advice import Choice, Finding, best_choice, notes_of, sent_by, warnings_of
+from ringjax.cli.arguments import DTYPES, MOST_TOKENS, OPTIONS, PlanOptions, add_job_arguments, add_options, job_of
 from ringjax.cli.errors import in_options
-from ringjax.cli.hardware import DEVICES
 from ringjax.cli.output import WIDTH, emit, seconds_text, table_text
 from ringjax.cli.roofline import Estimate, estimate
 
@@ -39,21 +22,16 @@ EXAMPLES = """examples:
   ringjax plan --seq-len 1M --heads 16 --head-dim 128 --pattern longnet --ring 8 --causal --device h100
   ringjax plan --seq-len 1M --pattern 2K/1,32K/8,T/64 --ring 8 --causal --device v5p --sweep ring=1,2,4,8,16
   ringjax plan --seq-len 64K --pattern auto --ring 4 --memory 16GB --json
+terms:
+  chunk      contiguous part of the sequence on a device: one per device, or two with the zigzag layout
+  residue    position within a segment modulo the rate; in each branch a head selects one residue
+  hops       sends to the next device in the forward pass; "7 x 16": in 16 parts of 7 hops each
+  rows/hop   selected positions per hop, summed over the heads in a part
+  bwd moves  what rotates in the backward pass: keys and values, or queries, with their gradients
+  balance    work of the busiest device divided by the mean
 """
-_PARSERS: dict[str, tuple[str, Any]] = {
-    "ring": ("ring_size", functools.partial(parse_count, most=MOST_DEVICES)),
-    "seq-len": ("seq_len", parse_count),
-    "heads": ("num_heads", functools.partial(parse_count, most=MOST_HEADS)),
-    "kv-heads": ("num_kv_heads", functools.partial(parse_count, most=MOST_HEADS)),
-    "head-dim": ("head_dim", functools.partial(parse_count, most=2**16)),
-    "batch": ("batch", functools.partial(parse_count, most=2**20)),
-    "pattern": ("pattern_text", str),
-    "layout": ("layout", str),
-    "strategy": ("strategy", str),
-    "dtype": ("dtype", str),
-    "device": ("device", str),
-}
-_CHOICES: dict[str, Any] = {"layout": LAYOUTS, "strategy": STRATEGIES, "dtype": DTYPES, "device": DEVICES}
+_SWEPT = ["ring", "seq-len", "heads", "kv-heads", "head-dim", "batch"]  # options that --sweep accepts
+_SWEPT += ["pattern", "layout", "strategy", "dtype", "device"]
 _MOST_VALUES = 64  # of a sweep
 _MOST_PIECES = 2**21  # runs of positions within a segment and a chunk, counted for every head offset
 
@@ -72,7 +50,7 @@ class PlanReport:
         longest: The longest sequence for which training fits in the memory of a device, or None without a limit.
     """
 
-    job: Job
+    job: PlanOptions
     plan: Plan
     memory: Memory
     estimate: Estimate | None
@@ -85,6 +63,11 @@ class PlanReport:
         """Whether training fits in the memory of a device; None without a limit."""
         limit = self.job.memory_limit
         return None if limit is None else self.memory.gradient <= limit
+
+    @property
+    def notes(self) -> list[Finding]:
+        """Branches whose heads use only some residues, with fixes."""
+        return notes_of(self.plan)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-serializable dictionary."""
@@ -99,6 +82,7 @@ class PlanReport:
             "longest_seq_len": self.longest,
             "estimate": None if self.estimate is None else self.estimate.to_dict(),
             "warnings": [w._asdict() for w in self.warnings],
+            "notes": [n._asdict() for n in self.notes],
             "best": self.best._asdict(),
         }
 
@@ -109,13 +93,14 @@ class PlanReport:
         best = f"Best: --layout {self.best.layout} --strategy {self.best.strategy}"
         is_best = (self.best.layout, self.best.strategy) == (self.job.layout, self.job.strategy)
         lines += ["", best + (" (already selected)." if is_best else f" ({bytes_text(self.best.sent)} sent).")]
-        for warning in self.warnings:
-            about = textwrap.fill(f"Warning: {warning.about}.", WIDTH, subsequent_indent="    ")
-            lines += [about, f"    Fix: {warning.fix}."]
+        findings = [("Warning", x) for x in self.warnings] + [("Note", x) for x in self.notes]
+        for kind, finding in findings:
+            about = textwrap.fill(f"{kind}: {finding.about}.", WIDTH, subsequent_indent="    ")
+            lines += [about, f"    Fix: {finding.fix}."]
         return "\n".join(lines)
 
 
-def plan_report(job: Job) -> PlanReport:
+def plan_report(job: PlanOptions) -> PlanReport:
     """Plans an attention and estimates its memory and time, with warnings.
 
     Args:
@@ -125,12 +110,11 @@ def plan_report(job: Job) -> PlanReport:
         ValueError: If the sizes are inconsistent, or the job is too large to plan.
 
     Example:
-        >>> report = plan_report(Job(2**20, pattern_text="2K/1,T/64", ring_size=8, is_causal=True, device="h100"))
+        >>> report = plan_report(PlanOptions(2**20, pattern_text="2K/1,T/64", ring_size=8, is_causal=True, device="h100"))
         >>> report.fits, report.best.layout, report.warnings[0].fix
         (True, 'zigzag', '--layout zigzag')
     """
-    plan = job.plan()
-    _check_pieces(plan)
+    plan = _countable_plan(job)
     guess = None if job.hardware is None else estimate(plan, job.hardware)
     return PlanReport(
         job,
@@ -143,12 +127,9 @@ def plan_report(job: Job) -> PlanReport:
     )
 
 
-def _check_pieces(plan: Plan) -> None:
-    """Checks that the work per device can be counted within seconds.
-
-    Raises:
-        ValueError: If the segments are too short for the sequence length.
-    """
+def _countable_plan(job: PlanOptions) -> Plan:
+    """Returns the plan of a job; raises `ValueError` if its work cannot be counted within seconds."""
+    plan = job.plan()
     chunks = plan.spec.stored_length // plan.spec.chunk_length
     for branch in plan.branches:
         segments = plan.spec.stored_length // branch.segment_length
@@ -158,13 +139,14 @@ def _check_pieces(plan: Plan) -> None:
                 f"--pattern must have longer segments or smaller rates at --seq-len {plan.spec.seq_len}: branch "
                 f"{branch.segment_length}/{branch.rate} has {pieces:,} pieces to count, limit {_MOST_PIECES:,}"
             )
+    return plan
 
 
-def longest_that_fits(job: Job, most: int = MOST_TOKENS) -> int:
+def longest_that_fits(job: PlanOptions, most: int = MOST_TOKENS) -> int:
     """Returns the longest sequence whose training fits in memory, in steps of 1024 tokens per chunk, or 0.
 
     Example:
-        >>> longest_that_fits(Job(2**20, pattern_text="2K/1,T/64", ring_size=8, device="h100")) > 2**22
+        >>> longest_that_fits(PlanOptions(2**20, pattern_text="2K/1,T/64", ring_size=8, device="h100")) > 2**22
         True
     """
     limit = job.memory_limit
@@ -192,17 +174,17 @@ class SweepRow(NamedTuple):
     """The plan for one value of a sweep, or the `error` of planning it."""
 
     value: str
-    memory: Memory | None
-    fits: bool | None
-    sent: int | None
-    balance: float | None
-    forward_seconds: float | None
-    training_seconds: float | None
-    longest: int | None
+    memory: Memory | None = None
+    fits: bool | None = None
+    sent: int | None = None
+    balance: float | None = None
+    forward_seconds: float | None = None
+    training_seconds: float | None = None
+    longest: int | None = None
     error: str = ""
 
 
-def sweep(job: Job, name: str, values: list[str]) -> list[SweepRow]:
+def sweep(job: PlanOptions, name: str, values: list[str]) -> list[SweepRow]:
     """Plans a job for several values of one option.
 
     Args:
@@ -214,40 +196,41 @@ def sweep(job: Job, name: str, values: list[str]) -> list[SweepRow]:
         ValueError: If the option is unknown, or a value is invalid.
 
     Example:
-        >>> rows = sweep(Job(65536, pattern_text="2K/1,T/16", ring_size=4), "ring", ["1", "2", "4"])
+        >>> rows = sweep(PlanOptions(65536, pattern_text="2K/1,T/16", ring_size=4), "ring", ["1", "2", "4"])
         >>> [row.sent for row in rows][0], rows[1].memory.gradient > rows[2].memory.gradient
         (0, True)
     """
-    if name not in _PARSERS:
-        raise ValueError(f"--sweep must name one of {', '.join(_PARSERS)}, got {name!r}")
-    field, parse = _PARSERS[name]
+    if name not in _SWEPT:
+        raise ValueError(f"--sweep must name one of {', '.join(_SWEPT)}, got {name!r}")
     if len(values) > _MOST_VALUES:
         raise ValueError(f"--sweep must have at most {_MOST_VALUES} values, got {len(values)}")
-    for value in values:
-        if name in _CHOICES and value not in _CHOICES[name]:
-            raise ValueError(f"--sweep {name} values must be among {', '.join(_CHOICES[name])}, got {value!r}")
+    jobs = [dataclasses.replace(job, **_change(name, value)) for value in values]
+    return [_sweep_row(value, job) for value, job in zip(values, jobs, strict=True)]
+
+
+def _change(name: str, value: str) -> dict[str, Any]:
+    option = OPTIONS[name]
+    if value not in option.get("choices", (value,)):
+        raise ValueError(f"--sweep {name} values must be among {', '.join(option['choices'])}, got {value!r}")
     try:
-        parsed = [DTYPES[value] if name == "dtype" else parse(value) for value in values]
+        parsed = option.get("type", str)(value)
     except ValueError as error:
         raise ValueError(f"--sweep {name} {error}") from None
-    changes: list[dict[str, Any]] = [{field: x} for x in parsed]
-    return [_sweep_row(value, dataclasses.replace(job, **x)) for value, x in zip(values, changes, strict=True)]
+    return {option["dest"]: DTYPES[value] if name == "dtype" else parsed}
 
 
-def _sweep_row(value: str, job: Job) -> SweepRow:
+def _sweep_row(value: str, job: PlanOptions) -> SweepRow:
     try:
-        plan = job.plan()
-        _check_pieces(plan)
+        plan = _countable_plan(job)
     except ValueError as error:
-        return SweepRow(value, None, None, None, None, None, None, None, str(error))
+        return SweepRow(value, error=str(error))
     guess = None if job.hardware is None else estimate(plan, job.hardware)
     memory, limit = plan.memory(job.platform), job.memory_limit
-    sent = sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
     return SweepRow(
         value,
         memory,
         None if limit is None else memory.gradient <= limit,
-        sent,
+        sent_by(plan),
         plan.balance,
         None if guess is None else guess.forward_seconds,
         None if guess is None else guess.training_seconds,
@@ -256,30 +239,23 @@ def _sweep_row(value: str, job: Job) -> SweepRow:
 
 
 def _memory_lines(report: PlanReport) -> list[str]:
-    limit, memory, where = report.job.memory_limit, report.memory, report.job.platform
-    line = (
-        f"Memory per device (estimate, {where}, including arguments and results): "
-        f"{bytes_text(memory.forward)} forward, {bytes_text(memory.gradient)} training"
-    )
-    if limit is None:
-        return [f"{line}."]
-    verdict = "fits" if report.fits else "DOES NOT FIT"
-    return [
-        f"{line}.",
-        f"Training {verdict} in {bytes_text(limit)}; longest sequence that fits: {report.longest:,} tokens.",
-    ]
+    forward, gradient = map(bytes_text, report.memory)
+    about = f"Memory per device (estimate, {report.job.platform}, including arguments and results)"
+    lines = [f"{about}: {forward} forward, {gradient} training."]
+    if report.job.memory_limit is not None:
+        fits = f"{'fits' if report.fits else 'DOES NOT FIT'} in {bytes_text(report.job.memory_limit)}"
+        lines.append(f"Training {fits}; longest sequence that fits: {report.longest:,} tokens.")
+    return lines
 
 
 def _estimate_text(plan: Plan, guess: Estimate) -> str:
-    table = Table(title=f"Time per layer at the peak figures of {guess.device.name} (ESTIMATE, a lower bound)")
-    table.title_justify, table.title_style = "left", ""
-    for name in ("branch", "pass", "compute", "memory", "messages", "total", "messages hidden"):
-        table.add_column(name, justify="left" if name in ("branch", "pass") else "right")
+    title = f"Time per layer at the peak figures of {guess.device.name} (ESTIMATE, a lower bound)"
+    columns = ("branch", "pass", "compute", "memory", "messages", "total", "messages hidden")
+    rows = []
     for branch, *passes in zip(plan.branches, guess.forward, guess.backward, strict=True):
         for name, time in zip(("forward", "backward"), passes, strict=True):
             hidden = f"{1 - time.exposed / time.link:.0%}" if time.link else ""
-            cells = [seconds_text(x) for x in time]
-            table.add_row(f"{branch.segment_length}/{branch.rate}", name, *cells, hidden)
+            rows.append((f"{branch.segment_length}/{branch.rate}", name, *map(seconds_text, time), hidden))
     is_sent = any(time.link for time in (*guess.forward, *guess.backward))
     messages = f"{guess.hidden:.0%} of communication hidden" if is_sent else "no communication"
     total = (
@@ -287,41 +263,34 @@ def _estimate_text(plan: Plan, guess: Estimate) -> str:
         f"({count_text(guess.tokens / guess.training_seconds)} tokens/s);\n{messages}; bound by {guess.bound}. "
         "Real kernels reach a fraction of the peak."
     )
-    return table_text(table) + "\n" + total
+    return table_text(title, columns, rows, num_left=2) + "\n" + total
 
 
-def _sweep_text(job: Job, name: str, rows: list[SweepRow]) -> str:
+def _sweep_text(job: PlanOptions, name: str, rows: list[SweepRow]) -> str:
     platform = "each device" if name == "device" else job.platform
-    table = Table(title=f"{name} from {rows[0].value} to {rows[-1].value} (memory and time are estimates, {platform})")
-    table.title_justify, table.title_style = "left", ""
+    title = f"{name} from {rows[0].value} to {rows[-1].value} (memory and time are estimates, {platform})"
     has_limit, has_time = (any(getattr(r, x) is not None for r in rows) for x in ("fits", "training_seconds"))
-    titles = [name, "forward memory", "training memory", *(["fits", "longest that fits"] if has_limit else [])]
-    titles += ["sent", "balance", *(["forward", "training"] if has_time else [])]
-    for title in titles:
-        table.add_column(title, justify="right")
-    for row in rows:
-        if row.memory is None or row.sent is None or row.balance is None:
-            table.add_row(row.value, row.error)
-            continue
-        cells = [row.value, *map(bytes_text, row.memory)]
-        cells += ["yes" if row.fits else "no", f"{row.longest:,}"] if has_limit else []
-        cells += [bytes_text(row.sent), f"{row.balance:.2f}"]
-        cells += [seconds_text(x or math.nan) for x in (row.forward_seconds, row.training_seconds)] if has_time else []
-        table.add_row(*cells)
-    return table_text(table)
+    columns = [name, "forward memory", "training memory", *(["fits", "longest that fits"] if has_limit else [])]
+    columns += ["sent", "balance", *(["forward", "training"] if has_time else [])]
+    return table_text(title, columns, [_sweep_cells(row, has_limit, has_time) for row in rows], num_left=0)
+
+
+def _sweep_cells(row: SweepRow, has_limit: bool, has_time: bool) -> list[str]:
+    if row.memory is None or row.sent is None or row.balance is None:
+        return [row.value, row.error]
+    cells = [row.value, *map(bytes_text, row.memory)]
+    cells += ["yes" if row.fits else "no", f"{row.longest:,}"] if has_limit else []
+    cells += [bytes_text(row.sent), f"{row.balance:.2f}"]
+    cells += [seconds_text(x or math.nan) for x in (row.forward_seconds, row.training_seconds)] if has_time else []
+    return cells
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax plan`."""
-    add_job_arguments(parser, seq_len="1M")
-    parser.add_argument(
-        "--head-shards", type=count(MOST_HEADS), default="1", metavar="S", help="devices that share the heads (1)"
-    )
-    parser.add_argument("--memory", type=amount, help="memory per device: 80GB, 16GiB (that of --device)")
-    parser.add_argument("--device", choices=DEVICES, help="device for the memory limit and the time estimate")
-    parser.add_argument(
-        "--sweep", metavar="NAME=A,B,C", help=f"tabulate the plan over values of one of {', '.join(_PARSERS)}"
-    )
+    add_job_arguments(parser)
+    add_options(parser, "head-shards", "memory", "device")
+    about = f"tabulate the plan over values of one of {', '.join(_SWEPT)}"
+    parser.add_argument("--sweep", metavar="NAME=A,B,C", help=about)
 
 
 def run(options: argparse.Namespace) -> int:

@@ -47,9 +47,9 @@ class Estimate:
         tokens: Number of tokens in the batch.
 
     Example:
-        >>> from ringjax.cli.arguments import Job
+        >>> from ringjax.cli.arguments import PlanOptions
         >>> from ringjax.cli.hardware import DEVICES
-        >>> job = Job(2**20, pattern_text="2K/1,T/8", ring_size=8, layout="zigzag", is_causal=True)
+        >>> job = PlanOptions(2**20, pattern_text="2K/1,T/8", ring_size=8, layout="zigzag", is_causal=True)
         >>> estimate(job.plan(), DEVICES["h100"]).hidden
         1.0
     """

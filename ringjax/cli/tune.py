@@ -1,26 +1,20 @@
-"""`ringjax tune`: measures layouts, strategies and block sizes on the available devices and saves the fastest.
-
-ringjax tune --seq-len 64K --causal -o tuning.json
-
-tuning = ringjax.cli.tune.load("tuning.json")
-out = ringjax.dilated_attention(q, k, v, pattern, ring=tuning.ring(mesh), block_sizes=tuning.block_sizes)
-"""
+"""`ringjax tune`: measures layouts, strategies and block sizes on the available devices and saves the fastest."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import itertools
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from rich.table import Table
 
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
@@ -28,17 +22,8 @@ from ringjax._src.kernels.dispatch import Implementation, Target
 from ringjax._src.kernels.interface import BlockSizes
 from ringjax._src.planning.table import bytes_text
 from ringjax._src.validation import check_int
-from ringjax.cli.arguments import (
-    LAYOUTS,
-    MOST_CPU_DEVICES,
-    MOST_DEVICES,
-    Job,
-    add_job_arguments,
-    count,
-    duration,
-    job_of,
-)
-from ringjax.cli.doctor import CPU_DEVICES_HELP, use_devices
+from ringjax.cli.arguments import LAYOUTS, OPTIONS, PlanOptions, add_job_arguments, add_options, job_of, parse_seconds
+from ringjax.cli.doctor import use_devices
 from ringjax.cli.files import check_output, write_output
 from ringjax.cli.output import emit, seconds_text, table_text
 from ringjax.cli.running import attention_on, median_seconds, on_devices, random_arrays, ring_mesh, with_gradient
@@ -100,30 +85,27 @@ class Tuning:
 
     def to_dict(self) -> dict[str, Any]:
         """Returns a JSON-serializable dictionary."""
-        trials = [{**trial._asdict(), "block_sizes": _plain(trial.block_sizes)} for trial in self.trials]
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**fields, "version": _VERSION, "block_sizes": _plain(self.block_sizes), "trials": trials}
+        data = dataclasses.asdict(self)
+        return {**data, "version": _VERSION, "trials": [trial._asdict() for trial in data["trials"]]}
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes the tuning to a file that `load` reads."""
         write_output(pathlib.Path(path), (json.dumps(self.to_dict(), indent=1) + "\n").encode())
 
     def __str__(self) -> str:
-        table = Table(title=f"{self.about} on {self.ring_size} x {self.device}")
-        table.title_justify, table.title_style = "left", ""
-        for name in ("layout", "strategy", "blocks (query x key)", "blocks backward", "pass", "time"):
-            table.add_column(name, justify="right" if name == "time" else "left")
+        columns = ("layout", "strategy", "blocks (query x key)", "blocks backward", "pass", "time")
+        rows = []
         for trial in self.trials:
             s = trial.block_sizes
             sizes = ("default", "default") if s is None else (f"{s.query} x {s.key}", f"{s.grad_query} x {s.grad_key}")
             time = trial.error[:40] if trial.seconds is None else seconds_text(trial.seconds)
-            table.add_row(trial.layout, trial.strategy, *sizes, "training" if trial.is_gradient else "forward", time)
-        if any(trial.block_sizes for trial in self.trials):
-            blocks = "default" if self.block_sizes is None else str(self.block_sizes)
-        else:
+            part = "training" if trial.is_gradient else "forward"
+            rows.append((trial.layout, trial.strategy, *sizes, part, time))
+        blocks = "default" if self.block_sizes is None else str(self.block_sizes)
+        if not any(trial.block_sizes for trial in self.trials):
             blocks = "not measured (no Pallas kernels on this platform)"
         best = f"Fastest: layout {self.layout}, strategy {self.strategy}; block sizes: {blocks}."
-        return table_text(table) + "\n" + best
+        return table_text(f"{self.about} on {self.ring_size} x {self.device}", columns, rows, num_left=5) + "\n" + best
 
 
 def load(path: str | pathlib.Path) -> Tuning:
@@ -149,28 +131,23 @@ def load(path: str | pathlib.Path) -> Tuning:
             raise ValueError
         trials = tuple(Trial(**{**trial, "block_sizes": _sizes(trial["block_sizes"])}) for trial in data["trials"])
         tuning = Tuning(**{**data, "block_sizes": _sizes(data["block_sizes"]), "trials": trials})
-        _check_tuning(tuning)
-        return tuning
+        check_int("ring_size", tuning.ring_size)
+        if _is_written_here(tuning):
+            return tuning
+        raise ValueError
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        raise ValueError(
-            f"`path` must be a file written by this version of `ringjax tune`, got {str(path)!r}."
-        ) from None
+        wanted = "`path` must be a file written by this version of `ringjax tune`"
+        raise ValueError(f"{wanted}, got {str(path)!r}.") from None
 
 
-def _check_tuning(tuning: Tuning) -> None:
-    """Raises `ValueError` for values that `ringjax tune` never writes."""
-    check_int("ring_size", tuning.ring_size)
-    choices = [(tuning.layout, tuning.strategy), *((trial.layout, trial.strategy) for trial in tuning.trials)]
-    if not all(layout in LAYOUTS and strategy in STRATEGIES for layout, strategy in choices):
-        raise ValueError
-    if not all(isinstance(text, str) for text in (tuning.device, tuning.about, *(t.error for t in tuning.trials))):
-        raise ValueError
-    if not all(t.seconds is None or (isinstance(t.seconds, float) and t.seconds >= 0) for t in tuning.trials):
-        raise ValueError
-
-
-def _plain(sizes: BlockSizes | None) -> dict[str, int] | None:
-    return None if sizes is None else dataclasses.asdict(sizes)
+def _is_written_here(tuning: Tuning) -> bool:
+    trials = tuning.trials
+    choices: list[Tuning | Trial] = [tuning, *trials]
+    return (
+        all(x.layout in LAYOUTS and x.strategy in STRATEGIES for x in choices)
+        and all(isinstance(text, str) for text in (tuning.device, tuning.about, *(t.error for t in trials)))
+        and all(t.seconds is None or (isinstance(t.seconds, float) and t.seconds >= 0) for t in trials)
+    )
 
 
 def _sizes(data: dict[str, int] | None) -> BlockSizes | None:
@@ -178,7 +155,7 @@ def _sizes(data: dict[str, int] | None) -> BlockSizes | None:
 
 
 def tune(
-    job: Job,
+    job: PlanOptions,
     seconds: float = 1.0,
     *,
     implementation: Implementation | None = None,
@@ -205,11 +182,11 @@ def tune(
     chosen = None
     if target is not None and all(b.kernels[target] == "pallas" for b in job.plan().branches):
         tried = list(itertools.product(*_SIZES[target])) if sizes is None else list(sizes)
-        measure: Callable[..., Trial] = lambda s, g: bench.trial(best.layout, best.strategy, s, is_gradient=g)  # noqa: E731
-        forward = [measure(None, False), *(measure(BlockSizes(q, k), False) for q, k in tried)]
+        measure = functools.partial(bench.trial, best.layout, best.strategy)
+        forward = [measure(x, is_gradient=False) for x in (None, *(BlockSizes(q, k) for q, k in tried))]
         first = _fastest(forward).block_sizes
         base = (first.query, first.key) if first else None
-        both = [measure(BlockSizes(*(base or (q, k)), q, k), True) for q, k in tried]
+        both = [measure(BlockSizes(*(base or (q, k)), q, k)) for q, k in tried]
         trials += forward + both
         chosen = _fastest([best, *both]).block_sizes
     device = jax.devices()[0].device_kind
@@ -217,22 +194,20 @@ def tune(
     return Tuning(device, job.ring_size, best.layout, best.strategy, chosen, about, tuple(trials))  # type: ignore[arg-type]
 
 
-def _candidates(job: Job) -> Iterator[tuple[str, str]]:
+def _candidates(job: PlanOptions) -> Iterator[tuple[str, str]]:
     """Yields the layouts and strategies that lead to different plans."""
     seen = set()
-    for layout in ("contiguous", "zigzag") if job.ring_size > 1 else ("contiguous",):
-        for strategy in ("auto", "ring", "all_gather") if job.ring_size > 1 else ("auto",):
-            plan = dataclasses.replace(job, layout=layout, strategy=strategy).plan()
-            key = layout, tuple(branch.where for branch in plan.branches)
-            if key not in seen:
-                seen.add(key)
-                yield layout, strategy
+    for other in job.variants:
+        key = other.layout, tuple(branch.where for branch in other.plan().branches)
+        if key not in seen:
+            seen.add(key)
+            yield other.layout, other.strategy
 
 
 def _target(implementation: Implementation | None) -> Target | None:
     """Returns the target of the Pallas kernels that run on this platform, if any."""
     where = implementation.removeprefix("interpret_") if implementation else jax.default_backend()
-    return "tpu" if where == "tpu" else "gpu" if where == "gpu" else None
+    return next((target for target in _SIZES if target == where), None)
 
 
 def _fastest(trials: Sequence[Trial]) -> Trial:
@@ -245,7 +220,7 @@ def _fastest(trials: Sequence[Trial]) -> Trial:
 class _Bench:
     """Holds the arrays and devices of a job."""
 
-    def __init__(self, job: Job, seconds: float, implementation: Implementation | None) -> None:
+    def __init__(self, job: PlanOptions, seconds: float, implementation: Implementation | None) -> None:
         self.job, self.seconds, self.implementation = job, seconds, implementation
         self.arrays = random_arrays(job.seq_len, job.num_heads, job.head_dim, job.num_kv_heads, job.batch)
         self.mesh = ring_mesh(jax.devices()[: job.ring_size])
@@ -265,10 +240,10 @@ class _Bench:
         return Trial(layout, strategy, sizes, is_gradient, took)
 
 
-def _check_memory(job: Job) -> None:
+def _check_memory(job: PlanOptions) -> None:
     """Raises `ValueError` if the arrays, or the program on CPU devices, do not fit in the memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    heads = 2 * job.num_heads + 2 * (job.num_kv_heads or job.num_heads)
+    heads = 2 * job.num_heads + 2 * job.kv_heads
     needed = 4 * job.batch * job.seq_len * heads * job.head_dim
     if jax.default_backend() == "cpu":
         needed += job.ring_size * job.plan().memory("cpu").gradient
@@ -281,20 +256,21 @@ def _check_memory(job: Job) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax tune`."""
-    add_job_arguments(parser, seq_len="16K", ring=None, is_tuned=True)
-    parser.add_argument("--ring", type=count(MOST_DEVICES), metavar="P", help="devices that share the sequence (all)")
-    parser.add_argument("--cpu-devices", type=count(MOST_CPU_DEVICES), metavar="N", help=CPU_DEVICES_HELP)
-    parser.add_argument("--seconds", type=duration, default=1.0, help="measurement time per trial (%(default)s)")
-    parser.add_argument(
-        "-o", "--output", type=pathlib.Path, default="ringjax-tuning.json", help="file to write (%(default)s)"
-    )
+    add_job_arguments(parser, "ring", "segment-ids", "layout", "strategy", "stored-length", seq_len="16K")
+    ring = {**OPTIONS["ring"], "default": None, "help": "devices that share the sequence (all)"}
+    parser.add_argument("--ring", **ring)
+    add_options(parser, "cpu-devices")
+    about = "measurement time per trial (%(default)s)"
+    parser.add_argument("--seconds", type=parse_seconds, default=1.0, help=about)
+    file = "ringjax-tuning.json"
+    parser.add_argument("-o", "--output", type=pathlib.Path, default=file, help="file to write (%(default)s)")
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs `ringjax tune`."""
     check_output(options.output)  # before minutes of measurement
     use_devices(options.cpu_devices)
-    ring = options.ring or jax.device_count()
+    ring = options.ring_size or jax.device_count()
     if ring > jax.device_count():
         raise ValueError(f"--ring must be at most {jax.device_count()}, the number of available devices, got {ring}")
     job = job_of(options, ring_size=ring)

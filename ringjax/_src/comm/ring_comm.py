@@ -12,7 +12,7 @@ from jax import Array, lax
 
 AxisName = str | tuple[str, ...]
 StrategyName = Literal["auto", "ring", "all_gather"]
-STRATEGIES: list[str] = ["auto", "ring", "all_gather"]  # what `Ring(strategy=...)` accepts
+STRATEGIES: list[StrategyName] = ["auto", "ring", "all_gather"]  # what `Ring(strategy=...)` accepts
 
 Tree = TypeVar("Tree")
 State = TypeVar("State")
