@@ -129,7 +129,8 @@ class PlanOptions:
     """An attention on a ring of devices, as described on the command line; the fields match those of `ringjax.plan`.
 
     Example:
-        >>> PlanOptions(seq_len=65536, num_heads=8, head_dim=64, ring_size=4, pattern_text="2K/1,T/16").plan().branches[1].hops
+        >>> options = PlanOptions(seq_len=65536, num_heads=8, head_dim=64, ring_size=4, pattern_text="2K/1,T/16")
+        >>> options.plan().branches[1].hops
         3
     """
 

@@ -107,10 +107,11 @@ def plan_report(job: PlanOptions) -> PlanReport:
         job: The attention, its ring and, optionally, a device or a memory limit.
 
     Raises:
-        ValueError: If the sizes are inconsistent, or the job is too large to plan.
+        ValueError: If the sizes are inconsistent, or the attention is too large to plan.
 
     Example:
-        >>> report = plan_report(PlanOptions(2**20, pattern_text="2K/1,T/64", ring_size=8, is_causal=True, device="h100"))
+        >>> job = PlanOptions(2**20, pattern_text="2K/1,T/64", ring_size=8, is_causal=True, device="h100")
+        >>> report = plan_report(job)
         >>> report.fits, report.best.layout, report.warnings[0].fix
         (True, 'zigzag', '--layout zigzag')
     """
