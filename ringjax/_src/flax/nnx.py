@@ -192,7 +192,7 @@ class DilatedSelfAttention(nnx.Module):
             ValueError: If the layer is not causal, the cache has another pattern, the prompt is longer than the cache,
                 or `x` or `lengths` has another shape.
         """
-        self.core.check_decoding(x, cache, {"lengths": lengths})
+        self.core.check_decoding(x, cache, "lengths", lengths)
         attended, cache = self.core.prefill(self.query(x), self.key(x), self.value(x), cache, lengths)
         return self._projected(attended), cache
 
@@ -210,7 +210,7 @@ class DilatedSelfAttention(nnx.Module):
             ValueError: If the layer is not causal, the cache has another pattern, or `x` or `counts` has another
                 shape.
         """
-        self.core.check_decoding(x, cache, {"counts": counts})
+        self.core.check_decoding(x, cache, "counts", counts)
         attended, cache = self.core.extend(self.query(x), self.key(x), self.value(x), cache, counts)
         return self._projected(attended, over_ring=False), cache
 
