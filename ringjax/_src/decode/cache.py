@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
 from ringjax._src import debug
-from ringjax._src.comm.mesh import Ring
+from ringjax._src.comm.mesh import Ring, explicit_axes
 from ringjax._src.pattern import Branch, DilationPattern
 from ringjax._src.validation import (
     MOST_HEADS,
@@ -149,8 +149,8 @@ def init_cache(
 
     if ring is None:
         return empty()
-    specs = cache_specs(jax.eval_shape(empty), ring)
-    shardings = jax.tree.map(lambda spec: jax.NamedSharding(ring.resolve(), spec), specs, is_leaf=_is_spec)
+    specs, is_spec = cache_specs(jax.eval_shape(empty), ring), lambda x: isinstance(x, PartitionSpec)
+    shardings = jax.tree.map(lambda spec: NamedSharding(ring.resolve(), spec), specs, is_leaf=is_spec)
     return jax.jit(empty, out_shardings=shardings)()
 
 
@@ -164,13 +164,9 @@ def cache_specs(cache: DecodeCache, ring: Ring) -> DecodeCache:
 def reshard(ring: Ring, arrays: Any, specs: Any) -> Any:  # noqa: ANN401
     """Reshards arrays on an explicit mesh, where `shard_map` requires the exact sharding of its specs."""
     mesh = ring.resolve()
-    if AxisType.Explicit not in mesh.axis_types:
+    if not explicit_axes(mesh):
         return arrays
     return jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), arrays, specs)
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def check_ring(ring: Ring, pattern: DilationPattern, batch: int, kv_heads: int) -> int:

@@ -26,7 +26,6 @@ from ringjax._src.decode.cache import (
     offset_table,
     reshard,
 )
-from ringjax._src.pattern import Branch
 from ringjax._src.validation import check_array, check_instance
 
 
@@ -68,12 +67,10 @@ def prefill(
         Array([100], dtype=int32)
     """
     batch, length = _check_prompt(cache, key, value)
-    if ring is not None:
-        check_instance("ring", ring, Ring)
+    shards = 1 if ring is None else check_ring(ring, cache.pattern, batch, cache.num_kv_heads)
     given = jnp.full(batch, length, jnp.int32) if lengths is None else clipped_counts("lengths", lengths, batch, length)
     key, value = jnp.asarray(key), jnp.asarray(value)
     offsets = jnp.asarray(offset_table(cache))
-    shards = 1 if ring is None else check_ring(ring, cache.pattern, batch, cache.num_kv_heads)
     if ring is None or ring.resolve().size == 1:
         return _fill(cache, key, value, given, offsets, place=None)
     check_slots(cache, shards)
@@ -127,7 +124,7 @@ def _fill(
         inside = held_positions(branch, offsets[i, heads], 0, held.shape[2] * shards)
         position = begin[:, None, None] + inside[None]  # (B, K, S)
         position = jnp.where(position < lengths[:, None, None], position, -1)
-        with jax.named_scope(f"prefill_{_name(branch)}"):
+        with jax.named_scope(f"prefill_{branch.segment_length}_{branch.rate}"):
             keys.append(_rows_at(key[:, :, heads], position, place))
             values.append(_rows_at(value[:, :, heads], position, place))
     return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), lengths=lengths)
@@ -149,7 +146,3 @@ def _rows_at(x: Array, position: Array, place: RingPlace | None) -> Array:
         return rows
     # each row comes from one device; the others contribute 0
     return lax.psum_scatter(rows, place.axis_name, scatter_dimension=2, tiled=True)
-
-
-def _name(branch: Branch) -> str:
-    return f"{branch.segment_length}_{branch.rate}"
