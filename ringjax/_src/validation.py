@@ -88,13 +88,7 @@ def check_bool(name: str, value: object) -> bool:
 
 
 def check_float(name: str, value: object, rule: str, allowed: Callable[[float], bool]) -> float:
-    """Checks a concrete number with the predicate `allowed`, which `rule` states in words.
-
-    Example:
-        >>> check_float("base", float("nan"), "a finite number above 0", lambda x: 0 < x < math.inf)
-        Traceback (most recent call last):
-        ValueError: `base` must be a finite number above 0, got nan.
-    """
+    """Checks a concrete number with the predicate `allowed`, which `rule` describes."""
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -160,13 +154,7 @@ def check_callable(name: str, value: object) -> None:
 
 
 def check_dtype(name: str, dtype: object) -> np.dtype:
-    """Checks a floating-point dtype, given in any form that `jax.numpy.dtype` accepts.
-
-    Example:
-        >>> check_dtype("dtype", "int32")
-        Traceback (most recent call last):
-        ValueError: `dtype` must be floating point (float16, bfloat16, float32, float64), got 'int32'.
-    """
+    """Checks a floating-point dtype, given in any form that `jax.numpy.dtype` accepts."""
     try:
         found = None if dtype is None else jnp.dtype(cast(Any, dtype))
     except (TypeError, ValueError):

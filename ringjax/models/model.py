@@ -81,9 +81,8 @@ class LongNetDecoder(BlockStack):
         self.embed = _embedding(self.config, config.vocab_size, rngs)
         self.head: nnx.Linear | None = nnx.data(None)
         if not config.tie_embeddings:
-            param_dtype = config.param_dtype
             self.head = nnx.Linear(
-                config.features, config.vocab_size, use_bias=False, param_dtype=param_dtype, rngs=rngs
+                config.features, config.vocab_size, use_bias=False, param_dtype=config.param_dtype, rngs=rngs
             )
 
     def __call__(
@@ -253,8 +252,7 @@ class LongNetEncoder(BlockStack):
         config: The configuration, with a `vocab_size` if the inputs are tokens, with `input_features` if they are
             vectors to project (such as image patches), with neither if they are embeddings of `features` dimensions.
             ``positions="xpos"`` is not supported.
-        ring: The devices that share the sequence, or None.
-        rngs: Random number generators for the parameters.
+        ring, rngs: As for `LongNetDecoder`.
 
     Raises:
         ValueError: If `config` has both `vocab_size` and `input_features`, ``positions="xpos"`` is used, or an argument

@@ -24,7 +24,7 @@ from typing import Literal
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
 Work = Literal["kernel", "dots", "nothing"]
 
-_OPENING = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_OPENING = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAME = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
 _CALLEES = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
@@ -143,23 +143,20 @@ def parse(text: str) -> Program:
     for line in text.splitlines():
         opening = _OPENING.match(line)
         if opening and not line.startswith(" "):
-            lines = program[opening[2]] = []
+            lines = program[opening[1]] = []
         elif line == "}":
             lines = None
-        elif lines is not None:
-            found = _instruction(line)
-            if found:
-                lines.append(found)
+        elif lines is not None and (found := _instruction(line)):
+            lines.append(found)
     return program
 
 
 def entry_of(text: str) -> str:
     """Returns the name of the entry computation of a program."""
-    for line in text.splitlines():
-        opening = _OPENING.match(line)
-        if opening and opening[1]:
-            return opening[2]
-    raise ValueError("`text` must be a program with an ENTRY computation.")
+    found = re.search(r"^ENTRY %?([\w.\-]+) \(", text, re.MULTILINE)
+    if not found:
+        raise ValueError("`text` must be a program with an ENTRY computation.")
+    return found[1]
 
 
 def _instruction(line: str) -> Instruction | None:

@@ -140,9 +140,7 @@ def from_layout(
 
     Args:
         x: Array in stored order, as returned by `to_layout`.
-        layout: ``"contiguous"`` or ``"zigzag"``.
-        ring_size: Number of devices in the ring.
-        axis: Sequence axis.
+        layout, ring_size, axis: As for `to_layout`.
         length: Length of the sequence without padding; the stored length by default.
 
     Returns:
@@ -173,9 +171,8 @@ def positions(layout: str, stored_length: int, ring_size: int) -> Int[Array, " s
     """Returns the position in the sequence of each stored row.
 
     Args:
-        layout: ``"contiguous"`` or ``"zigzag"``.
+        layout, ring_size: As for `to_layout`.
         stored_length: Length of the stored sequence, including padding.
-        ring_size: Number of devices in the ring.
 
     Returns:
         The positions, as int32.

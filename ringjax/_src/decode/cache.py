@@ -177,8 +177,24 @@ def check_ring(ring: Ring, pattern: DilationPattern, batch: int, kv_heads: int) 
     return ring.size("axis_name")
 
 
-def clipped_counts(name: str, values: ArrayLike, batch: int, most: int, least: int = 0) -> Array:
-    """Checks one count per sequence of the batch; traced values are clipped."""
+def check_shards(cache: DecodeCache, ring: Ring | None) -> int:
+    """Checks that a cache divides evenly over a ring and returns the size of the ring, 1 without a ring."""
+    if ring is None:
+        return 1
+    shards = check_ring(ring, cache.pattern, cache.keys[0].shape[0], cache.num_kv_heads)
+    for i, keys in enumerate(cache.keys):
+        if keys.shape[2] % shards:
+            raise ValueError(
+                f"`cache` slots must divide evenly over the ring of {shards}, got {keys.shape[2]} in branch {i}: "
+                "create it with `init_cache(..., ring=ring)`."
+            )
+    return shards
+
+
+def clipped_counts(name: str, values: ArrayLike | None, batch: int, most: int, least: int = 0) -> Array:
+    """Checks one count per sequence of the batch, `most` by default; traced values are clipped."""
+    if values is None:
+        return jnp.full(batch, most, jnp.int32)
     counts = jnp.asarray(check_counts(name, values, batch, most, least))
     debug.report(name, f"outside {least} to {most}, and clipped", lambda: (counts < least) | (counts > most))
     return jnp.clip(counts, least, most).astype(jnp.int32)

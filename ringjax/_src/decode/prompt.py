@@ -20,7 +20,7 @@ from ringjax._src.comm.mesh import Ring, RingPlace
 from ringjax._src.decode.cache import (
     DecodeCache,
     cache_specs,
-    check_ring,
+    check_shards,
     clipped_counts,
     held_positions,
     offset_table,
@@ -67,13 +67,12 @@ def prefill(
         Array([100], dtype=int32)
     """
     batch, length = _check_prompt(cache, key, value)
-    shards = 1 if ring is None else check_ring(ring, cache.pattern, batch, cache.num_kv_heads)
-    given = jnp.full(batch, length, jnp.int32) if lengths is None else clipped_counts("lengths", lengths, batch, length)
+    shards = check_shards(cache, ring)
+    ends = clipped_counts("lengths", lengths, batch, length)
     key, value = jnp.asarray(key), jnp.asarray(value)
     offsets = jnp.asarray(offset_table(cache))
     if ring is None or ring.resolve().size == 1:
-        return _fill(cache, key, value, given, offsets, place=None)
-    check_slots(cache, shards)
+        return _fill(cache, key, value, ends, offsets, place=None)
     place = ring.place()
     multiple = layout_named(place.layout).multiple(shards)
     if length % multiple:
@@ -85,17 +84,7 @@ def prefill(
     in_specs = (specs, ring.spec(), ring.spec(), specs.lengths, heads)
     fill = functools.partial(_fill, place=place)
     sharded = jax.shard_map(fill, mesh=ring.resolve(), in_specs=in_specs, out_specs=specs)
-    return sharded(*reshard(ring, (cache, key, value, given, offsets), in_specs))
-
-
-def check_slots(cache: DecodeCache, shards: int) -> None:
-    """Checks that the slots of a cache divide evenly over a ring."""
-    for i, k in enumerate(cache.keys):
-        if k.shape[2] % shards:
-            raise ValueError(
-                f"`cache` slots must divide evenly over the ring of {shards}, got {k.shape[2]} in branch {i}: "
-                "create it with `init_cache(..., ring=ring)`."
-            )
+    return sharded(*reshard(ring, (cache, key, value, ends, offsets), in_specs))
 
 
 def _check_prompt(cache: DecodeCache, key: Array, value: Array) -> tuple[int, int]:

@@ -24,13 +24,12 @@ from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode.cache import (
     DecodeCache,
     cache_specs,
-    check_ring,
+    check_shards,
     clipped_counts,
     held_positions,
     offset_table,
     reshard,
 )
-from ringjax._src.decode.prompt import check_slots
 from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.pattern import Branch
 from ringjax._src.validation import AttentionShape, check_inputs, check_instance
@@ -99,15 +98,14 @@ def decode_step(
     shape = check_inputs(query, key, value, cache.pattern, True, None, None, scale)
     _check_like_cache(cache, key)
     batch, length = key.shape[:2]
-    shards = 1 if ring is None else check_ring(ring, cache.pattern, batch, shape.kv_heads)
-    real = jnp.full(batch, length, jnp.int32) if counts is None else clipped_counts("counts", counts, batch, length)
+    check_shards(cache, ring)
+    real = clipped_counts("counts", counts, batch, length)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     offsets = jnp.asarray(offset_table(cache))
     max_selected = tuple(max(Counter(branch.offsets).values(), default=0) for branch in cache.branches)
     step = functools.partial(_step, shape=shape, max_selected=max_selected)
     if ring is None or ring.resolve().size == 1:
         return step(cache, query, key, value, real, offsets, axis_name=None)
-    check_slots(cache, shards)
     specs = cache_specs(cache, ring)
     new = PartitionSpec(ring.batch_axis, None, ring.head_axis, None)
     in_specs = (specs, new, new, new, specs.lengths, PartitionSpec(None, ring.head_axis))
@@ -215,8 +213,7 @@ def _attend_selected(
 
 
 def _attend_rows(query: Array, key: Array, value: Array, times: Array) -> PartialSoftmax:
-    group = query.shape[1]
-    q, times = query.reshape(-1, query.shape[2]), jnp.repeat(times, group, axis=0)
+    q, times = query.reshape(-1, query.shape[2]), jnp.repeat(times, query.shape[1], axis=0)
     k, v = key.astype(q.dtype), value.astype(q.dtype)
     scores = jnp.where(times > 0, (k @ q.T).T, -jnp.inf)  # transposing the scores is cheaper than transposing the keys
     state, weights = softmax.rescale(softmax.start(q), scores)

@@ -232,9 +232,8 @@ def self_attention(
             f"`in_features` must be a multiple of `num_heads` if `head_dim` is not given, got {in_features} and "
             f"{num_heads}."
         )
-    head_dim = in_features // num_heads if head_dim is None else check_int("head_dim", head_dim, most=MOST_POSITIONS)
+    head_dim = check_head_dim(head_dim, in_features // num_heads, positions)
     check_size("`in_features`, `num_heads` and `head_dim`", (in_features, num_heads, head_dim))
-    check_position_kind(positions, head_dim)
     if positions == "xpos" and not is_causal:
         raise ValueError(
             '`is_causal` must be True for `positions="xpos"`, as its scores grow for later keys, got False.'
@@ -253,11 +252,13 @@ def self_attention(
     )
 
 
-def check_position_kind(positions: PositionKind | None, head_dim: int) -> None:
-    """Checks the positional encoding for queries and keys with this head dimension."""
+def check_head_dim(head_dim: int | None, default: int, positions: PositionKind | None) -> int:
+    """Checks and returns the head dimension, and checks the positional encoding for queries and keys of that size."""
+    dim = default if head_dim is None else check_int("head_dim", head_dim, most=MOST_POSITIONS)
     check_optional_choice("positions", positions, get_args(PositionKind))
-    if positions is not None and head_dim % 2:
-        raise ValueError(f"`head_dim` must be even for `positions={positions!r}`, got {head_dim}.")
+    if positions is not None and dim % 2:
+        raise ValueError(f"`head_dim` must be even for `positions={positions!r}`, got {dim}.")
+    return dim
 
 
 def check_layer(
@@ -281,15 +282,7 @@ def check_layer(
 
 
 def flat_initializer(init: Initializer, contracted: int) -> Initializer:
-    """Returns an initializer that flattens kernels to matrices, with the first `contracted` axes as rows.
-
-    Example:
-        >>> import jax
-        >>> show_shape = lambda key, shape, dtype: print(shape) or jax.numpy.zeros(shape, dtype)
-        >>> flat_initializer(show_shape, 1)(jax.random.key(0), (32, 4, 8), "float32").shape
-        (32, 32)
-        (32, 4, 8)
-    """
+    """Returns an initializer that flattens kernels to matrices, with the first `contracted` axes as rows."""
 
     def initial(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:  # noqa: ANN401
         flat = (math.prod(shape[:contracted]), math.prod(shape[contracted:]))
