@@ -89,7 +89,7 @@ def check_bool(name: str, value: object) -> bool:
 
 def check_float(name: str, value: object, rule: str, allowed: Callable[[float], bool]) -> float:
     """Checks a concrete number with the predicate `allowed`, which `rule` describes."""
-    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
         try:
             number = float(value)
         except OverflowError:

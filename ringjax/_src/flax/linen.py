@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -105,21 +105,12 @@ class DilatedSelfAttention(nn.Module):
         core.check_call(x, positions, segment_ids, seq_len)
         is_deterministic = self.deterministic if deterministic is None else check_bool("deterministic", deterministic)
         check_optional(check_key, "dropout_rng", dropout_rng)
-        flags = {"sub_norm": self.sub_norm, "deterministic": self.deterministic, "use_bias": self.use_bias}
-        types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        initializers = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
-        shapes = core.kernel_shapes(
-            check_layer(core, self.out_features, self.norm_epsilon, flags, **types, **initializers)
-        )
-        projection = functools.partial(
-            _Projection,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            mesh=core.mesh,
-        )
+        flags = {"sub_norm": self.sub_norm, "deterministic": self.deterministic}
+        options = {
+            name: getattr(self, name) for name in ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init")
+        }
+        shapes = core.kernel_shapes(check_layer(core, self.out_features, self.norm_epsilon, flags, options))
+        projection: Any = functools.partial(_Projection, mesh=core.mesh, **options)
         query, key, value = (
             projection(shapes[name], 1, over=(None, core.head_axis, None), name=name)(x)
             for name in ("query", "key", "value")

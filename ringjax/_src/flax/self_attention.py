@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
@@ -262,17 +262,17 @@ def check_head_dim(head_dim: int | None, default: int, positions: PositionKind |
 
 
 def check_layer(
-    core: SelfAttention, out_features: int | None, norm_epsilon: float, flags: Mapping[str, object], **options: object
+    core: SelfAttention, out_features: int | None, norm_epsilon: float, flags: dict[str, bool], options: dict[str, Any]
 ) -> int:
     """Checks the layer arguments that `self_attention` does not, and returns the number of output features.
 
-    `flags` are arguments that must be bools; `options` are `dtype`, `param_dtype`, `kernel_init` and `bias_init`.
+    `flags` are other arguments that must be bools; `options` are those of the projections.
     """
     width = core.in_features if out_features is None else out_features
     width = check_int("out_features", width, most=MOST_POSITIONS)
     check_size("`num_heads`, `head_dim` and `out_features`", (core.num_heads, core.head_dim, width))
     check_positive("norm_epsilon", norm_epsilon)
-    for name, flag in flags.items():
+    for name, flag in {**flags, "use_bias": options["use_bias"]}.items():
         check_bool(name, flag)
     check_optional(check_dtype, "dtype", options["dtype"])
     check_dtype("param_dtype", options["param_dtype"])
