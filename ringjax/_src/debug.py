@@ -24,12 +24,9 @@ def is_enabled() -> bool:
 
 
 def report(argument: str, fault: str, is_bad: Callable[[], Array]) -> None:
-    """Adds a run-time warning with the number of bad values of an argument, if there are any.
+    """Adds a run-time warning such as "3 values are NaN", with `fault` in place of NaN, if any value is bad.
 
-    Args:
-        argument: Name of the argument.
-        fault: Description of the bad values, as in "3 values are NaN".
-        is_bad: Returns a boolean mask of the bad values. Called only if reports are enabled.
+    `is_bad` returns a boolean mask of the bad values. It is called only if reports are enabled.
     """
     if is_enabled():
         jax.debug.callback(functools.partial(_warn, argument, fault), jnp.sum(is_bad(), dtype=jnp.int32))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections import Counter
 from typing import Literal, NamedTuple, TypeVar, get_args
 
 import numpy as np
@@ -244,12 +245,7 @@ class DilationPattern:
 
 
 def _root(number: int, degree: int) -> int:
-    """Returns the integer root, rounded down. Exact, as floating-point powers differ between machines.
-
-    Example:
-        >>> _root(9 * 64, 2), _root(9 * 64 - 1, 2)
-        (24, 23)
-    """
+    """Returns the integer root, rounded down. Exact, as floating-point powers differ between machines."""
     root = round(2 ** (math.log2(number) / degree))
     while root**degree > number:
         root -= 1
@@ -262,10 +258,6 @@ def _effective_rate(rate: int, segment_length: int) -> int:
     """Returns the rate, or a smaller one that selects the same positions: any rate beyond the segment selects one.
 
     Positions are computed in int32, which a huge rate would overflow.
-
-    Example:
-        >>> _effective_rate(45, 10), _effective_rate(2**40, 10)
-        (45, 1048576)
     """
     return min(rate, max(segment_length, 2**20))
 
@@ -278,14 +270,11 @@ def _offset(rule: Offsets, head: int, rate: int, num_heads: int) -> int:
 
 def _covered_pairs(branches: tuple[Branch, ...], num_heads: int, length: int) -> int:
     """Counts the (position, head) pairs that at least one branch selects."""
-    residues: dict[
-        tuple[tuple[int, int, int], ...], int
-    ] = {}  # the (w, r, o) triples of a head -> number of heads with these
+    num_same: Counter[tuple[tuple[int, int, int], ...]] = Counter()  # heads with the same (w, r, o) triples
     for head in range(num_heads):
         runs = [b for b in branches if b.first_head <= head < b.first_head + b.num_heads]
-        key = tuple((b.segment_length, b.rate, b.offsets[head - b.first_head]) for b in runs)
-        residues[key] = residues.get(key, 0) + 1
-    return sum(heads * _covered(selections, length) for selections, heads in residues.items())
+        num_same[tuple((b.segment_length, b.rate, b.offsets[head - b.first_head]) for b in runs)] += 1
+    return sum(heads * _covered(selections, length) for selections, heads in num_same.items())
 
 
 def _covered(selections: tuple[tuple[int, int, int], ...], length: int) -> int:

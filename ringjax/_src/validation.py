@@ -88,15 +88,8 @@ def check_bool(name: str, value: object) -> bool:
 
 
 def check_float(name: str, value: object, rule: str, allowed: Callable[[float], bool]) -> float:
-    """Checks a concrete number with the predicate `allowed`, which `rule` states in words.
-
-    Example:
-        >>> check_float("base", float("nan"), "a finite number above 0", lambda x: 0 < x < math.inf)
-        Traceback (most recent call last):
-        ValueError: `base` must be a finite number above 0, got nan.
-    """
-    is_bool = isinstance(value, bool)
-    if isinstance(value, numbers.Real) and not is_bool:
+    """Checks a concrete number with the predicate `allowed`, which `rule` describes."""
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
         try:
             number = float(value)
         except OverflowError:
@@ -123,6 +116,11 @@ def check_scale(scale: object, dtype: DTypeLike = np.float32) -> float:
     largest = float(jnp.finfo(accumulator(jnp.dtype(dtype))).max)
     rule = f"a finite Python number (not a JAX array) of at most {largest:.1e}"
     return check_float("scale", scale, rule, lambda x: abs(x) <= largest)
+
+
+def check_optional(check: Callable[..., Kind], name: str, value: object, *options: Any) -> Kind | None:  # noqa: ANN401
+    """Checks a value unless it is None; `check` is called with the name, the value and the options."""
+    return None if value is None else check(name, value, *options)
 
 
 def check_choice(name: str, value: object, choices: tuple[Choice, ...]) -> Choice:
@@ -156,13 +154,7 @@ def check_callable(name: str, value: object) -> None:
 
 
 def check_dtype(name: str, dtype: object) -> np.dtype:
-    """Checks a floating-point dtype, given in any form that `jax.numpy.dtype` accepts.
-
-    Example:
-        >>> check_dtype("dtype", "int32")
-        Traceback (most recent call last):
-        ValueError: `dtype` must be floating point (float16, bfloat16, float32, float64), got 'int32'.
-    """
+    """Checks a floating-point dtype, given in any form that `jax.numpy.dtype` accepts."""
     try:
         found = None if dtype is None else jnp.dtype(cast(Any, dtype))
     except (TypeError, ValueError):
@@ -186,10 +178,7 @@ def check_array(
 
     Rejects 64-bit integers that JAX would truncate to 32 bits, see `check_fits`.
     """
-    what = "an integer array" if kind == "integer" else "an array"
-    if not isinstance(x, np.ndarray | np.generic | jax.Array) and not hasattr(x, "__jax_array__"):
-        raise ValueError(f"`{name}` must be {what}, got {type(x).__name__}.")
-    array = cast(Array, x)
+    array = check_is_array(name, x, "an integer array" if kind == "integer" else "an array")
     if axes and len(array.shape) != len(axes):
         raise ValueError(f"`{name}` must have rank {len(axes)} ({', '.join(axes)}), got shape {array.shape}.")
     if kind == "integer" and not jnp.issubdtype(array.dtype, jnp.integer):
@@ -201,6 +190,13 @@ def check_array(
     if 0 in array.shape:
         raise ValueError(f"`{name}` must not be empty, got shape {array.shape}.")
     check_fits(name, array)
+
+
+def check_is_array(name: str, x: object, what: str = "an array") -> Array:
+    """Checks that `x` is an array, of JAX or numpy."""
+    if not isinstance(x, np.ndarray | np.generic | jax.Array) and not hasattr(x, "__jax_array__"):
+        raise ValueError(f"`{name}` must be {what}, got {type(x).__name__}.")
+    return cast(Array, x)
 
 
 def check_fits(name: str, x: object) -> None:
@@ -229,6 +225,14 @@ def check_row_positions(positions: object, batch: int, length: int) -> None:
     shape = cast(Array, positions).shape
     if shape not in ((length,), (batch, length)):
         raise ValueError(f"`positions` must have shape (length,) or (batch, length) = {(batch, length)}, got {shape}.")
+
+
+def check_seq_len(seq_len: object, stored_length: int) -> int:
+    """Checks the length of a sequence stored in arrays of `stored_length`, which is the length if None is given."""
+    length = stored_length if seq_len is None else check_int("seq_len", seq_len)
+    if length > stored_length:
+        raise ValueError(f"`seq_len` must be between 1 and the stored length {stored_length}, got {seq_len}.")
+    return length
 
 
 def known(x: object) -> np.ndarray | None:
@@ -285,8 +289,7 @@ def check_dropout(rate: object, rng: object) -> float:
     """Checks the dropout arguments and returns the rate."""
     number = check_rate(rate)
     if rng is not None or number > 0:
-        rule = "a `jax.random` key (or None with `dropout_rate=0`)"
-        check_key("dropout_rng", rng, rule)
+        check_key("dropout_rng", rng, "a `jax.random` key (or None with `dropout_rate=0`)")
     return number
 
 
@@ -335,9 +338,7 @@ def check_inputs(
     length *= shards
     if length > MOST_POSITIONS:
         raise ValueError(f"`query` must have a length of at most {MOST_POSITIONS} on all devices, got {length}.")
-    true_length = length if seq_len is None else check_int("seq_len", seq_len)
-    if true_length > length:
-        raise ValueError(f"`seq_len` must be between 1 and the stored length {length}, got {seq_len}.")
+    true_length = check_seq_len(seq_len, length)
     factor = 1 / math.sqrt(dim) if scale is None else check_scale(scale, query.dtype)
     kv_heads = key.shape[2]
     return AttentionShape(batch, length, true_length, kv_heads, heads // kv_heads, dim, factor)

@@ -14,16 +14,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array, lax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ringjax._src.comm.layout import layout_for
-from ringjax._src.comm.layout import positions as stored_positions
-from ringjax._src.comm.mesh import Ring
+from ringjax._src.comm.mesh import Ring, explicit_axes, stored_positions
 from ringjax._src.decode import DecodeCache
 from ringjax._src.flax.nnx import DilatedSelfAttention
 from ringjax._src.flax.precision import compute_dtype
-from ringjax._src.validation import check_ids, check_instance, check_int, check_key, check_row_positions
+from ringjax._src.validation import (
+    check_ids,
+    check_instance,
+    check_key,
+    check_optional,
+    check_row_positions,
+    check_seq_len,
+)
 from ringjax.models.config import LongNetConfig
 
 Tree = TypeVar("Tree")
@@ -114,27 +119,19 @@ class BlockStack(nnx.Module):
         dropout_rng: Array | None,
     ) -> None:
         """Checks the arguments of a call that describe rows (B, T)."""
-        if segment_ids is not None:
-            check_ids("segment_ids", segment_ids, shape)
-        if seq_len is not None and check_int("seq_len", seq_len) > shape[1]:
-            raise ValueError(f"`seq_len` must be between 1 and the stored length {shape[1]}, got {seq_len}.")
+        check_optional(check_ids, "segment_ids", segment_ids, shape)
+        check_seq_len(seq_len, shape[1])
         if positions is not None:
             check_row_positions(positions, shape[0], shape[1])
-        if dropout_rng is not None:
-            check_key("dropout_rng", dropout_rng)
+        check_optional(check_key, "dropout_rng", dropout_rng)
 
     def is_real(self, segment_ids: Array | None, seq_len: int | None, length: int) -> Array | None:
         """Returns which rows, (B, T) or (1, T), are not padding; None without padding."""
         real = None if segment_ids is None else jnp.asarray(segment_ids) >= 0
         if seq_len is None:
             return real
-        inside = self.stored_positions(length)[None] < seq_len
+        inside = stored_positions(self.ring, length)[None] < seq_len
         return inside if real is None else real & inside
-
-    def stored_positions(self, length: int) -> Array:
-        """Returns the sequence position of each stored row, (T,)."""
-        size = 1 if self.ring is None else self.ring.size("axis_name")
-        return stored_positions("contiguous" if self.ring is None else layout_for(self.ring.layout, size), length, size)
 
     def features(self, x: Array, dropout_rng: Array | None, **where: Any) -> Array:  # noqa: ANN401
         """Returns the normalized output of the last block; with a key, attention dropout is applied."""
@@ -161,7 +158,7 @@ class BlockStack(nnx.Module):
 
     def sharding(self, over_ring: bool = True) -> NamedSharding | None:
         """Returns the sharding of the residual stream on an explicit mesh, otherwise None."""
-        if self.ring is None or AxisType.Explicit not in self.ring.resolve().axis_types:
+        if self.ring is None or not explicit_axes(self.ring.resolve()):
             return None
         spec = PartitionSpec(self.ring.batch_axis, self.ring.axis_name if over_ring else None, None)
         return NamedSharding(self.ring.resolve(), spec)
@@ -170,8 +167,7 @@ class BlockStack(nnx.Module):
 def check_model(config: LongNetConfig, ring: Ring | None, rngs: nnx.Rngs) -> None:
     """Checks the arguments of a model."""
     check_instance("config", config, LongNetConfig)
-    if ring is not None:
-        check_instance("ring", ring, Ring)
+    check_optional(check_instance, "ring", ring, Ring)
     check_instance("rngs", rngs, nnx.Rngs)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ringjax._src.flax.self_attention import PositionKind, check_position_kind
+from ringjax._src.flax.self_attention import PositionKind, check_head_dim
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import (
     MOST_HEADS,
@@ -17,6 +17,7 @@ from ringjax._src.validation import (
     check_dtype,
     check_heads,
     check_int,
+    check_optional,
     check_pattern,
     check_positive,
     check_rate,
@@ -89,9 +90,8 @@ class LongNetConfig:
         check_int("num_layers", self.num_layers, most=MOST_HEADS)
         check_int("features", self.features, most=MOST_POSITIONS)
         check_heads(self.num_heads, self.num_kv_heads)
-        for name in ("vocab_size", "input_features", "head_dim", "hidden_features"):
-            if getattr(self, name) is not None:
-                check_int(name, getattr(self, name), most=MOST_POSITIONS)
+        for name in ("vocab_size", "input_features", "hidden_features"):
+            check_optional(check_int, name, getattr(self, name), 1, MOST_POSITIONS)
         for name in ("sub_norm", "use_bias", "tie_embeddings", "remat", "scan_layers"):
             check_bool(name, getattr(self, name))
         if self.head_dim is None and self.features % self.num_heads:
@@ -99,23 +99,15 @@ class LongNetConfig:
                 "`features` must be a multiple of `num_heads` unless `head_dim` is given, got "
                 f"{self.features} and {self.num_heads}."
             )
-        dim = self.features // self.num_heads if self.head_dim is None else self.head_dim
-        check_position_kind(self.positions, dim)
+        dim = check_head_dim(self.head_dim, self.features // self.num_heads, self.positions)
         check_rate(self.attention_dropout_rate, "attention_dropout_rate")
         check_positive("norm_epsilon", self.norm_epsilon)
-        if self.dtype is not None:
-            check_dtype("dtype", self.dtype)
+        check_optional(check_dtype, "dtype", self.dtype)
         check_dtype("param_dtype", self.param_dtype)
-        self._check_sizes(dim)
-
-    def _check_sizes(self, head_dim: int) -> None:
-        """Checks that the largest parameters can be allocated."""
-        hidden, num_inputs = (
-            self.hidden_features or 4 * self.features,
-            max(self.vocab_size or 1, self.input_features or 1),
-        )
+        hidden = self.hidden_features or 4 * self.features
+        num_inputs = max(self.vocab_size or 1, self.input_features or 1)
         names = "`num_layers`, `features`, `num_heads` and `head_dim`"
-        check_size(names, (self.num_layers, self.features, self.num_heads, head_dim))
+        check_size(names, (self.num_layers, self.features, self.num_heads, dim))
         check_size("`num_layers`, `features` and `hidden_features`", (self.num_layers, self.features, hidden))
         check_size("`features`, `vocab_size` and `input_features`", (num_inputs, self.features))
 

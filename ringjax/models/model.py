@@ -21,14 +21,17 @@ from __future__ import annotations
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
-from ringjax._src.comm.mesh import Ring
+from ringjax._src import debug
+from ringjax._src.comm.mesh import Ring, stored_positions
 from ringjax._src.decode import DecodeCache, init_cache
-from ringjax._src.decode.cache import cache_specs, reshard
+from ringjax._src.decode.cache import cache_specs, clipped_counts, reshard
+from ringjax._src.decode.sampling import check_sampling
 from ringjax._src.validation import (
     MOST_POSITIONS,
     check_array,
@@ -37,11 +40,12 @@ from ringjax._src.validation import (
     check_instance,
     check_int,
     check_tokens,
+    known,
 )
 from ringjax.models.block import BlockStack, check_model, tree_index
 from ringjax.models.config import LongNetConfig
-from ringjax.models.generation import generate_tokens
-from ringjax.models.vocabulary import lookup
+from ringjax.models.generation import Choice, generate_tokens
+from ringjax.models.vocabulary import check_vocabulary, lookup
 
 
 class LongNetDecoder(BlockStack):
@@ -77,9 +81,8 @@ class LongNetDecoder(BlockStack):
         self.embed = _embedding(self.config, config.vocab_size, rngs)
         self.head: nnx.Linear | None = nnx.data(None)
         if not config.tie_embeddings:
-            param_dtype = config.param_dtype
             self.head = nnx.Linear(
-                config.features, config.vocab_size, use_bias=False, param_dtype=param_dtype, rngs=rngs
+                config.features, config.vocab_size, use_bias=False, param_dtype=config.param_dtype, rngs=rngs
             )
 
     def __call__(
@@ -137,7 +140,7 @@ class LongNetDecoder(BlockStack):
         core.check_prompt(length, check_int("max_len", max_len, most=MOST_POSITIONS), lengths)
         if lengths is not None:
             ends = jnp.asarray(check_counts("lengths", lengths, batch, length))
-            is_real = self.stored_positions(length)[None] < ends[:, None]
+            is_real = stored_positions(self.ring, length)[None] < ends[:, None]
         empty = self._empty_cache(batch, max_len)
         x = lookup(self.embed, "tokens", tokens, is_real, self.sharding())
         x, stacked = self.run(lambda block, x, _: block.prefill(x, empty, lengths), x)
@@ -213,8 +216,24 @@ class LongNetDecoder(BlockStack):
                 are out of range, `max_len` is less than T, or the sampling arguments are invalid, see
                 `ringjax.generate`.
         """
-        sampling: dict[str, Any] = {"rng": rng, "temperature": temperature, "top_k": top_k, "greedy": greedy}
-        return generate_tokens(self, prompt, num_tokens, lengths, max_len, **sampling)
+        if len(getattr(prompt, "shape", (0, 0))) != 2:
+            raise ValueError(f"`prompt` must have the shape (batch, length), got {prompt.shape}.")
+        check_tokens("prompt", prompt)
+        batch, length = prompt.shape
+        num_tokens = check_int("num_tokens", num_tokens, most=MOST_POSITIONS)
+        max_len = length + num_tokens if max_len is None else check_int("max_len", max_len, length, MOST_POSITIONS)
+        given = np.full(batch, length, np.int32) if lengths is None else lengths
+        ends = check_counts("lengths", given, batch, length)
+        if (found := known(ends)) is not None and found.min() < 1:
+            raise ValueError(f"`lengths` must be at least 1 for `generate`, got {found.tolist()}.")
+        check_vocabulary("prompt", prompt, self.embed.num_embeddings, ends)
+        top_k = check_sampling(rng, temperature, top_k, greedy)
+        if top_k is not None and top_k > self.embed.num_embeddings:
+            raise ValueError(f"`top_k` must be at most the vocabulary size {self.embed.num_embeddings}, got {top_k}.")
+        dynamic, static = (temperature, None) if isinstance(temperature, Array) else (None, float(temperature))
+        choice = Choice(num_tokens, max_len, static, top_k, greedy, debug.is_enabled())
+        ends = clipped_counts("lengths", ends, batch, length, least=1)
+        return generate_tokens(*nnx.split(self), prompt, ends, rng, dynamic, choice)
 
     def _empty_cache(self, batch: int, max_len: int) -> DecodeCache:
         core, dtype = self.blocks.attention.core, jnp.dtype(self.config.dtype)
@@ -233,8 +252,7 @@ class LongNetEncoder(BlockStack):
         config: The configuration, with a `vocab_size` if the inputs are tokens, with `input_features` if they are
             vectors to project (such as image patches), with neither if they are embeddings of `features` dimensions.
             ``positions="xpos"`` is not supported.
-        ring: The devices that share the sequence, or None.
-        rngs: Random number generators for the parameters.
+        ring, rngs: As for `LongNetDecoder`.
 
     Raises:
         ValueError: If `config` has both `vocab_size` and `input_features`, ``positions="xpos"`` is used, or an argument
@@ -280,9 +298,7 @@ class LongNetEncoder(BlockStack):
         Args:
             inputs: Tokens from 0 to V - 1 (other values give NaN, except at padding), vectors of `input_features`, or
                 embeddings of `features` dimensions, in the layout of the ring if there is one.
-            segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
-            positions: Position of each row; by default its index in the sequence.
-            dropout_rng: A key for attention dropout; without a key there is no dropout.
+            segment_ids, seq_len, positions, dropout_rng: As for `LongNetDecoder`.
             pool: Whether to return the mean over positions.
 
         Raises:

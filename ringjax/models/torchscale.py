@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.pattern import DilationPattern
-from ringjax._src.validation import check_instance, check_int, shown
+from ringjax._src.validation import check_instance, check_int, check_optional, shown
 from ringjax.models.config import LongNetConfig
 from ringjax.models.model import LongNetDecoder, LongNetEncoder
 
@@ -87,8 +87,7 @@ def from_torchscale(
     check_instance("state_dict", state_dict, Mapping)
     for name in state_dict:
         check_instance("state_dict", name, str)
-    if ring is not None:
-        check_instance("ring", ring, Ring)
+    check_optional(check_instance, "ring", ring, Ring)
     num_heads = check_int("num_heads", num_heads)
     prefix, kind = _prefix_and_kind(state_dict, kind)
     weights = {name.removeprefix(prefix): np.asarray(x) for name, x in state_dict.items() if name.startswith(prefix)}
@@ -147,13 +146,8 @@ def _prefix_and_kind(state_dict: Mapping[str, ArrayLike], kind: Kind | None) -> 
 
 def _expected(num_layers: int, kind: Kind, has_sub_norm: bool, has_xpos: bool, has_tokens: bool) -> set[str]:
     """Returns the expected names of a state dict without their prefix."""
-    inner = [
-        *LINEARS.values(),
-        *HEADS.values(),
-        *NORMS.values(),
-        OUT,
-        *([SUB_NORM, HIDDEN_NORM] if has_sub_norm else []),
-    ]
+    inner = [*LINEARS.values(), *HEADS.values(), *NORMS.values(), OUT]
+    inner += [SUB_NORM, HIDDEN_NORM] if has_sub_norm else []
     names = {f"{name}.{leaf}" for name in inner for leaf in ("weight", "bias")} | ({XPOS} if has_xpos else set())
     expected = {f"layers.{i}.{name}" for i in range(num_layers) for name in names}
     expected |= {"layer_norm.weight", "layer_norm.bias"}
@@ -192,10 +186,8 @@ def _block(weights: Weights, prefix: str, config: LongNetConfig) -> dict[str, An
     for ours, theirs in NORMS.items():
         block[ours] = _norm(weights, prefix + theirs)
     if config.sub_norm:
-        attention["sub_norm"], block["hidden_norm"] = (
-            _norm(weights, prefix + SUB_NORM),
-            _norm(weights, prefix + HIDDEN_NORM),
-        )
+        attention["sub_norm"] = _norm(weights, prefix + SUB_NORM)
+        block["hidden_norm"] = _norm(weights, prefix + HIDDEN_NORM)
     return block
 
 

@@ -17,22 +17,13 @@ from ringjax._src.validation import known, shown
 
 
 def is_outside(tokens: Array, vocab_size: int) -> Array:
-    """Returns which tokens are below 0 or not below `vocab_size`, for any integer dtype.
-
-    Example:
-        >>> is_outside(jnp.array([-1, 0, 7, 8]), 8).tolist()
-        [True, False, False, True]
-    """
+    """Returns which tokens are below 0 or not below `vocab_size`, for any integer dtype."""
     wide = tokens.astype(jnp.int32) if tokens.dtype.itemsize <= 4 else tokens  # large uint32 values become negative
     return (wide < 0) | (wide >= vocab_size)
 
 
 def check_vocabulary(name: str, tokens: Array, vocab_size: int, lengths: Array | np.ndarray) -> None:
-    """Checks tokens (B, T) up to the lengths (B,), if the values of both are known.
-
-    Raises:
-        ValueError: If a token is below 0 or not below `vocab_size`.
-    """
+    """Checks tokens (B, T) up to the lengths (B,), if the values of both are known."""
     found, ends = known(tokens), known(lengths)
     if found is None or ends is None:
         return

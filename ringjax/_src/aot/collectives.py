@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from typing import NamedTuple
 
-from ringjax._src.aot.schedule import Instruction, Program, entry_of, parse
+from ringjax._src.aot.schedule import Instruction, Program, entry_of, first_array, parse
 
 OPS = ("collective-permute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 _DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "s32": "int32", "u16": "uint16"}
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LOOP = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
-_SHAPE = re.compile(r"([a-z]+(\d+))\[([\d,]*)\]")
 
 
 class Sent(NamedTuple):
@@ -25,16 +23,12 @@ class Sent(NamedTuple):
 
 
 def executed(text: str) -> Counter[Sent]:
-    """Counts how often a device executes each collective; one with three operands counts three times.
-
-    Args:
-        text: The output of `compiled.as_text()`.
+    """Counts how often a device executes each collective of `compiled.as_text()`; each operand counts once.
 
     Raises:
         ValueError: If the trip count of a loop with collectives is unknown, or a collective is inside a conditional.
     """
-    program = parse(text)
-    return _count(entry_of(text), program)
+    return _count(entry_of(text), parse(text))
 
 
 def _count(name: str, program: Program) -> Counter[Sent]:
@@ -72,7 +66,5 @@ def _trips(loop: Instruction, condition: list[Instruction]) -> int:
 
 
 def _sent(op: str, shape: str) -> Sent:
-    found = _SHAPE.search(shape)
-    assert found is not None, shape
-    elements = math.prod(int(n) for n in found[3].split(",") if n)
-    return Sent(op, _DTYPES.get(found[1], found[1]), elements * int(found[2]) // 8)
+    dtype, size = first_array(shape)
+    return Sent(op, _DTYPES.get(dtype, dtype), size)

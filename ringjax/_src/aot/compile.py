@@ -17,7 +17,7 @@ from jax import Array
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from ringjax._src.aot.targets import CpuTarget, CudaTarget, Target, TpuTarget
+from ringjax._src.aot.targets import CpuTarget, CudaTarget, Target
 from ringjax._src.api import dilated_attention
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import StrategyName
@@ -36,10 +36,7 @@ ENVIRONMENT = {
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """An attention and the sizes of its arrays.
-
-    With a `stored_length`, the arrays are padded to that length.
-    """
+    """An attention and the sizes of its arrays."""
 
     pattern: DilationPattern
     seq_len: int
@@ -52,7 +49,7 @@ class Workload:
     layout: str = "zigzag"
     implementation: Literal["xla", "pallas"] | None = None
     strategy: StrategyName = "auto"
-    stored_length: int | None = None
+    stored_length: int | None = None  # length to which the arrays are padded, if given
     has_segment_ids: bool = False
 
 
@@ -79,12 +76,11 @@ def compile_for(target: Target, workload: Workload, is_gradient: bool, dump_to: 
         RuntimeError: If the compiler is not installed, or compilation fails; `jax.errors.JaxRuntimeError` if the
             program needs more memory than a device has.
     """
-    mesh = ring_mesh(target)
-    program = lowered(mesh, workload, is_gradient)
-    begin = time.perf_counter()
+    program = lowered(ring_mesh(target), workload, is_gradient)
     options: dict[str, str | bool] = dict(target.options)
     if dump_to:
         options |= {"xla_dump_to": dump_to, "xla_dump_emitter_re": "ptx"}
+    begin = time.perf_counter()
     compiled = program.compile(compiler_options=options)
     return CompiledProgram(compiled, time.perf_counter() - begin)
 
@@ -110,19 +106,15 @@ def ring_mesh(target: Target) -> Mesh:
         {'ring': 1}
     """
     if isinstance(target, CpuTarget):
-        return Mesh(np.array(jax.devices("cpu")[: target.devices]), ("ring",))
-    if isinstance(target, CudaTarget):
-        described = topologies.get_topology_desc(
-            platform="cuda", topology=target.topology, target_config=target.description()
-        )
-        return Mesh(np.array(described.devices), ("ring",))
-    described = topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
-    by_coordinates = {_coordinates(device, target): device for device in described.devices}
-    return Mesh(np.array([by_coordinates[x] for x in neighbor_cycle(target.grid)]), ("ring",))
-
-
-def _coordinates(device: Any, target: TpuTarget) -> tuple[int, ...]:  # noqa: ANN401 - only TPU devices have coords
-    return tuple(device.coords[: len(target.grid)])
+        devices: Any = jax.devices("cpu")[: target.devices]
+    elif isinstance(target, CudaTarget):
+        options = {"topology": target.topology, "target_config": target.description()}
+        devices = topologies.get_topology_desc(platform="cuda", **options).devices
+    else:
+        devices = topologies.get_topology_desc(platform="tpu", topology_name=target.topology).devices
+        by_coordinates = {tuple(device.coords[: len(target.grid)]): device for device in devices}
+        devices = [by_coordinates[point] for point in neighbor_cycle(target.grid)]
+    return Mesh(np.array(devices), ("ring",))
 
 
 def neighbor_cycle(grid: Sequence[int]) -> list[tuple[int, ...]]:

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 from typing import Literal
 
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
 Work = Literal["kernel", "dots", "nothing"]
 
-_OPENING = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\{$")
+_OPENING = re.compile(r"(?:ENTRY )?%?([\w.\-]+) \(.*\{$")
 _NAME = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
 _CALLEES = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
@@ -35,7 +36,6 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _VMEM = re.compile(r'"used_scoped_memory_configs":(\[[^\]]*\])')
 _FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
-_DOTS = ("dot", "convolution")
 _MOVES = ("copy", "bitcast", "copy-start", "copy-done")
 
 
@@ -59,42 +59,25 @@ Program = dict[str, list[Instruction]]
 
 @dataclasses.dataclass(frozen=True)
 class Permute:
-    """A collective permute.
+    """A collective permute."""
 
-    Attributes:
-        name: Name of the instruction.
-        computation: Name of the computation that contains it.
-        is_async: Whether it is asynchronous.
-        in_hop_loop: Whether it is in a loop that forwards what it receives.
-        between: The heaviest computation between start and done: a kernel, matrix multiplications, or nothing.
-        names: Names of the kernels, loops and fusions between start and done.
-        bytes: Size of the message.
-    """
-
-    name: str
-    computation: str
+    name: str  # of the instruction
+    computation: str  # that contains it
     is_async: bool
-    in_hop_loop: bool
-    between: Work
-    names: tuple[str, ...]
-    bytes: int
+    in_hop_loop: bool  # whether it is in a loop that forwards what it receives
+    between: Work  # the heaviest computation between start and done
+    names: tuple[str, ...]  # of the kernels, loops and fusions between start and done
+    bytes: int  # of the message
 
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """A call of a kernel.
-
-    Attributes:
-        name: Name of the kernel.
-        computation: Name of the computation that calls it.
-        vmem_bytes: Vector memory allocated by the TPU compiler, or None if unknown.
-        flops: Cost estimate of the kernel, which the TPU scheduler uses; None if unknown.
-    """
+    """A call of a kernel."""
 
     name: str
-    computation: str
-    vmem_bytes: int | None
-    flops: int | None
+    computation: str  # that calls it
+    vmem_bytes: int | None  # vector memory allocated by the TPU compiler, if known
+    flops: int | None  # the cost estimate that the TPU scheduler uses, if known
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,10 +109,7 @@ class Schedule:
 
 
 def schedule(text: str) -> Schedule:
-    """Analyzes a scheduled program.
-
-    Args:
-        text: The output of `compiled.as_text()`.
+    """Analyzes the output of `compiled.as_text()`.
 
     Raises:
         ValueError: If the program is not scheduled, so that the order of instructions has no meaning.
@@ -137,15 +117,14 @@ def schedule(text: str) -> Schedule:
     if "is_scheduled=true" not in text.partition("\n")[0]:
         raise ValueError("`text` must be a scheduled program, with is_scheduled=true in its first line.")
     program = parse(text)
-    called_async = {
-        name for lines in program.values() for x in lines if x.opcode == "async-start" for name in x.callees
-    }
-    bodies = {
-        name for lines in program.values() for x in lines for name in _BODY.findall(x.rest) if x.opcode == "while"
-    }
+    instructions = [x for lines in program.values() for x in lines]
+    called_async = {name for x in instructions if x.opcode == "async-start" for name in x.callees}
+    bodies = {name for x in instructions if x.opcode == "while" for name in _BODY.findall(x.rest)}
     permutes, kernels, copied = [], [], 0
     for name, lines in program.items():
-        kernels += [Kernel(_kernel_name(x), name, _vmem(x.rest), _flops(x.rest)) for x in lines if x.target in KERNELS]
+        kernels += [
+            Kernel(_kernel_name(x), name, _vmem(x.rest), _number(_FLOPS, x.rest)) for x in lines if x.target in KERNELS
+        ]
         if name in called_async:
             continue
         sent = [(at, x) for at, x in enumerate(lines) if _sends(x, program)]
@@ -164,27 +143,20 @@ def parse(text: str) -> Program:
     for line in text.splitlines():
         opening = _OPENING.match(line)
         if opening and not line.startswith(" "):
-            lines = program[opening[2]] = []
+            lines = program[opening[1]] = []
         elif line == "}":
             lines = None
-        elif lines is not None:
-            found = _instruction(line)
-            if found:
-                lines.append(found)
+        elif lines is not None and (found := _instruction(line)):
+            lines.append(found)
     return program
 
 
 def entry_of(text: str) -> str:
-    """Returns the name of the entry computation of a program.
-
-    Raises:
-        ValueError: If the text has no entry computation.
-    """
-    for line in text.splitlines():
-        opening = _OPENING.match(line)
-        if opening and opening[1]:
-            return opening[2]
-    raise ValueError("`text` must be a program with an ENTRY computation.")
+    """Returns the name of the entry computation of a program."""
+    found = re.search(r"^ENTRY %?([\w.\-]+) \(", text, re.MULTILINE)
+    if not found:
+        raise ValueError("`text` must be a program with an ENTRY computation.")
+    return found[1]
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -245,20 +217,22 @@ def _permute(at: int, computation: str, program: Program, in_hop_loop: bool) -> 
     ends = [i for i, x in enumerate(lines) if x.opcode.endswith("-done") and start.name in x.operands]
     between = lines[at + 1 : ends[0]] if is_pair and ends else []
     work = [_work(x, program) for x in between]
-    most: Work = "kernel" if "kernel" in work else "dots" if "dots" in work else "nothing"
     names = tuple(x.name for x, kind in zip(between, work, strict=True) if kind != "nothing")
-    size = sum(_bytes(x.shape) for x in lines if x.name in start.operands)
-    return Permute(start.name, computation, is_pair, in_hop_loop, most, names, size)
+    size = sum(first_array(x.shape)[1] for x in lines if x.name in start.operands)
+    return Permute(start.name, computation, is_pair, in_hop_loop, _heaviest(work), names, size)
 
 
 def _work(x: Instruction, program: Program) -> Work:
     """Returns the heaviest work of an instruction, including the computations that it calls."""
     if x.opcode == "custom-call":
         return "kernel" if x.target in KERNELS else "dots" if x.target.startswith("__cublas") else "nothing"
-    if x.opcode in _DOTS:
+    if x.opcode in ("dot", "convolution"):
         return "dots"
-    inside = [_work(y, program) for name in x.callees for y in program.get(name, [])]
-    return "kernel" if "kernel" in inside else "dots" if "dots" in inside else "nothing"
+    return _heaviest([_work(y, program) for name in x.callees for y in program.get(name, [])])
+
+
+def _heaviest(work: list[Work]) -> Work:
+    return "kernel" if "kernel" in work else "dots" if "dots" in work else "nothing"
 
 
 def _copies(name: str, lines: list[Instruction], program: Program) -> int | None:
@@ -272,7 +246,7 @@ def _copies(name: str, lines: list[Instruction], program: Program) -> int | None
         if x.opcode == "get-tuple-element":
             name = _element(x, by_name, program)
         elif x.opcode in _MOVES:
-            copied += _bytes(x.shape) if x.opcode in ("copy", "copy-start") else 0
+            copied += first_array(x.shape)[1] if x.opcode in ("copy", "copy-start") else 0
             name = x.operands[0]
         else:
             return None
@@ -281,7 +255,7 @@ def _copies(name: str, lines: list[Instruction], program: Program) -> int | None
 
 def _element(x: Instruction, by_name: dict[str, Instruction], program: Program) -> str:
     """Traces a tuple element back through barriers and loops that do not change it, and returns its name."""
-    index, whole = _index(x), by_name[x.operands[0]]
+    index, whole = _number(_INDEX, x.rest) or 0, by_name[x.operands[0]]
     while whole.opcode == "opt-barrier" or (whole.opcode == "while" and _is_unchanged(whole, index, program)):
         whole = by_name[whole.operands[0]]
     return whole.operands[index] if whole.opcode == "tuple" else whole.name
@@ -293,14 +267,9 @@ def _is_unchanged(loop: Instruction, index: int, program: Program) -> bool:
     by_name = {line.name: line for line in body}
     for root in (line for line in body if line.is_root and line.opcode == "tuple"):
         last = by_name.get(root.operands[index])
-        if last and last.opcode == "get-tuple-element" and _index(last) == index:
+        if last and last.opcode == "get-tuple-element" and (_number(_INDEX, last.rest) or 0) == index:
             return by_name[last.operands[0]].opcode == "parameter"
     return False
-
-
-def _index(x: Instruction) -> int:
-    found = _INDEX.search(x.rest)
-    return int(found[1]) if found else 0
 
 
 def _kernel_name(x: Instruction) -> str:
@@ -309,16 +278,14 @@ def _kernel_name(x: Instruction) -> str:
     return named[1] if named else re.sub(r"\.\d+.*", "", x.name)
 
 
-def _bytes(shape: str) -> int:
-    """Returns the bytes of the first array in a type."""
-    first = _SHAPE.search(shape)
-    if not first:
-        return 0
-    bits = re.search(r"\d+", first[1])
-    size = int(bits[0]) if bits else 8
-    for dim in filter(None, first[2].split(",")):
-        size *= int(dim)
-    return size // 8
+def first_array(shape: str) -> tuple[str, int]:
+    """Returns the dtype and the bytes of the first array in a type; no bytes if it has none."""
+    found = _SHAPE.search(shape)
+    if not found:
+        return "", 0
+    bits = re.search(r"\d+", found[1])
+    elements = math.prod(int(dim) for dim in found[2].split(",") if dim)
+    return found[1], elements * (int(bits[0]) if bits else 8) // 8
 
 
 def _vmem(rest: str) -> int | None:
@@ -330,6 +297,6 @@ def _vmem(rest: str) -> int | None:
     return sum(sizes) if sizes else None
 
 
-def _flops(rest: str) -> int | None:
-    found = _FLOPS.search(rest)
+def _number(pattern: re.Pattern[str], rest: str) -> int | None:
+    found = pattern.search(rest)
     return int(found[1]) if found else None

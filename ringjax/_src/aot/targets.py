@@ -9,14 +9,13 @@ import dataclasses
 import math
 import os
 import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 _SIZE = re.compile("[1-9][0-9]{0,5}")  # along one axis of a grid
 
 
-@dataclasses.dataclass(frozen=True)
-class TpuChip:
+class TpuChip(NamedTuple):
     """A generation of TPUs, with the sizes of HBM and of the vector memory (VMEM) of one core."""
 
     hbm_bytes: int
@@ -90,33 +89,23 @@ class TpuTarget:
 
 @dataclasses.dataclass(frozen=True)
 class GpuFacts:
-    """Specifications of a GPU.
+    """Specifications of a GPU."""
 
-    Attributes:
-        product: Product name as reported by the driver.
-        capability: Compute capability, major and minor.
-        has_accelerated_features: Whether to compile for this architecture only (``sm_90a`` instead of ``sm_90``).
-        multiprocessors: Number of streaming multiprocessors.
-        float_units: Number of single-precision units per multiprocessor.
-        shared_kib: Shared memory per multiprocessor in KiB; a block may use 1 KiB less.
-        l2_bytes: Size of the L2 cache.
-        clock_ghz: Maximum clock frequency.
-        bandwidth: Bytes per second to and from device memory.
-        memory_bytes: Size of device memory.
-        nvlinks: Number of NVLink links.
-    """
-
-    product: str
-    capability: tuple[int, int]
-    has_accelerated_features: bool
+    product: str  # name as reported by the driver
+    capability: tuple[int, int]  # compute capability, major and minor
     multiprocessors: int
-    float_units: int
-    shared_kib: int
+    float_units: int  # single-precision units per multiprocessor
+    shared_kib: int  # shared memory per multiprocessor; a block may use 1 KiB less
     l2_bytes: int
-    clock_ghz: float
-    bandwidth: int
+    clock_ghz: float  # maximum
+    bandwidth: int  # bytes per second to and from device memory
     memory_bytes: int
-    nvlinks: int
+    nvlinks: int  # number of links
+
+    @property
+    def has_accelerated_features(self) -> bool:
+        """Whether to compile for this architecture only (``sm_90a`` instead of ``sm_90``)."""
+        return self.capability >= (9, 0)
 
 
 # The same on every generation since Volta (CUDA programming guide, "Technical specifications per compute capability").
@@ -138,22 +127,13 @@ _CUDA_LIMITS: dict[str, int] = {
 
 @dataclasses.dataclass(frozen=True)
 class CudaTarget:
-    """GPUs of one kind, fully connected within a machine, in one or more machines.
-
-    Attributes:
-        name: Name of the GPU.
-        facts: Specifications of one GPU.
-        devices: Total number of GPUs.
-        machines: Number of machines, each with the same number of GPUs.
-        options: XLA options that a ring needs and that are not defaults on these GPUs. (The latency-hiding scheduler is
-            enabled by default only since Hopper.)
-    """
+    """GPUs of one kind, fully connected within a machine, in one or more machines."""
 
     name: str
     facts: GpuFacts
-    devices: int = 8
-    machines: int = 1
-    options: tuple[tuple[str, str], ...] = ()
+    devices: int = 8  # in total
+    machines: int = 1  # each with the same number of GPUs
+    options: tuple[tuple[str, str], ...] = ()  # XLA options that a ring needs and that are not defaults
     platform: Literal["cuda"] = "cuda"
 
     @property
@@ -208,7 +188,6 @@ CUDA_TARGETS = {
             GpuFacts(
                 product="NVIDIA A100-SXM4-80GB",
                 capability=(8, 0),
-                has_accelerated_features=False,
                 multiprocessors=108,
                 float_units=64,
                 shared_kib=164,
@@ -218,6 +197,7 @@ CUDA_TARGETS = {
                 memory_bytes=80_000_000_000,
                 nvlinks=12,
             ),
+            # the default since Hopper
             options=(("xla_gpu_enable_latency_hiding_scheduler", "True"),),
         ),
         CudaTarget(
@@ -225,7 +205,6 @@ CUDA_TARGETS = {
             GpuFacts(
                 product="NVIDIA H100 80GB HBM3",
                 capability=(9, 0),
-                has_accelerated_features=True,
                 multiprocessors=132,
                 float_units=128,
                 shared_kib=228,
@@ -241,7 +220,6 @@ CUDA_TARGETS = {
             GpuFacts(
                 product="NVIDIA B200",
                 capability=(10, 0),
-                has_accelerated_features=True,
                 multiprocessors=148,
                 float_units=128,
                 shared_kib=228,

@@ -21,7 +21,15 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Int, Shaped
 
-from ringjax._src.validation import MOST_DEVICES, MOST_POSITIONS, check_choice, check_fits, check_int, shown
+from ringjax._src.validation import (
+    MOST_DEVICES,
+    MOST_POSITIONS,
+    check_choice,
+    check_fits,
+    check_int,
+    check_is_array,
+    shown,
+)
 
 Index = TypeVar("Index", int, Array)
 
@@ -47,12 +55,7 @@ class Layout:
         return device if nth == 0 else self.multiple(ring_size) - 1 - device
 
     def starts(self, device: Index, ring_size: int, chunk_length: int) -> list[Index]:
-        """Returns the start position of each chunk of `device`.
-
-        Example:
-            >>> ZIGZAG.starts(1, ring_size=4, chunk_length=10)
-            [10, 60]
-        """
+        """Returns the start position of each chunk of `device`."""
         return [self.chunk_of(device, nth, ring_size) * chunk_length for nth in range(self.chunks)]
 
     def order(self, ring_size: int) -> tuple[int, ...]:
@@ -70,23 +73,13 @@ ZIGZAG = Layout("zigzag", chunks=2)
 
 
 def layout_named(name: str) -> Layout:
-    """Returns the layout with this name.
-
-    Example:
-        >>> layout_named("zigzag")
-        Layout(name='zigzag', chunks=2)
-    """
+    """Returns the layout with this name."""
     layouts = {layout.name: layout for layout in (CONTIGUOUS, ZIGZAG)}
     return layouts[check_choice("layout", name, tuple(layouts))]
 
 
 def layout_for(layout: str, ring_size: int) -> str:
-    """Returns the name of the layout on a ring of this size; on one device, all layouts are contiguous.
-
-    Example:
-        >>> layout_for("zigzag", 1)
-        'contiguous'
-    """
+    """Returns the name of the layout on a ring of this size; on one device, all layouts are contiguous."""
     return layout_named(layout).name if ring_size > 1 else CONTIGUOUS.name
 
 
@@ -135,7 +128,7 @@ def to_layout(
     if missing:
         widths = [(0, missing if a == axis else 0, 0) for a in range(array.ndim)]
         array = lax.pad(array, jnp.asarray(fill, array.dtype), widths)
-    return _stored(array, rule, ring_size, axis)
+    return _reorder(array, rule, ring_size, axis)
 
 
 def from_layout(
@@ -147,9 +140,7 @@ def from_layout(
 
     Args:
         x: Array in stored order, as returned by `to_layout`.
-        layout: ``"contiguous"`` or ``"zigzag"``.
-        ring_size: Number of devices in the ring.
-        axis: Sequence axis.
+        layout, ring_size, axis: As for `to_layout`.
         length: Length of the sequence without padding; the stored length by default.
 
     Returns:
@@ -173,16 +164,15 @@ def from_layout(
     if length > stored_length:
         raise ValueError(f"`length` must be at most the stored length {stored_length}, got {length}.")
     array = _whole_along(jnp.asarray(given_array), axis)
-    return lax.slice_in_dim(_in_sequence(array, rule, ring_size, axis), 0, length, axis=axis)
+    return lax.slice_in_dim(_reorder(array, rule, ring_size, axis, inverse=True), 0, length, axis=axis)
 
 
 def positions(layout: str, stored_length: int, ring_size: int) -> Int[Array, " stored_length"]:
     """Returns the position in the sequence of each stored row.
 
     Args:
-        layout: ``"contiguous"`` or ``"zigzag"``.
+        layout, ring_size: As for `to_layout`.
         stored_length: Length of the stored sequence, including padding.
-        ring_size: Number of devices in the ring.
 
     Returns:
         The positions, as int32.
@@ -198,10 +188,10 @@ def positions(layout: str, stored_length: int, ring_size: int) -> Int[Array, " s
     rule, ring_size = layout_named(layout), check_int("ring_size", ring_size, most=MOST_DEVICES)
     stored_length = check_int("stored_length", stored_length, most=MOST_POSITIONS)
     _check_stored_length("`stored_length`", stored_length, rule, ring_size)
-    return _stored(jnp.arange(stored_length, dtype=jnp.int32), rule, ring_size, axis=0)
+    return _reorder(jnp.arange(stored_length, dtype=jnp.int32), rule, ring_size, axis=0)
 
 
-def _stored(x: Array, layout: Layout, ring_size: int, axis: int) -> Array:
+def _reorder(x: Array, layout: Layout, ring_size: int, axis: int, *, inverse: bool = False) -> Array:
     """Reorders the chunks of `axis`: each chunk of the first half is followed by its mirror in the second half.
 
     Uses slices and reversals because, unlike a gather, they are differentiable on explicit meshes and their gradients
@@ -209,29 +199,17 @@ def _stored(x: Array, layout: Layout, ring_size: int, axis: int) -> Array:
     """
     if layout.chunks == 1 or ring_size == 1:
         return x
-    near, far = _halves(x, (layout.chunks, ring_size), axis, axis)
-    return jnp.stack([near, jnp.flip(far, axis)], axis + 1).reshape(x.shape)
-
-
-def _in_sequence(x: Array, layout: Layout, ring_size: int, axis: int) -> Array:
-    """Inverts `_stored`."""
-    if layout.chunks == 1 or ring_size == 1:
-        return x
-    near, far = _halves(x, (ring_size, layout.chunks), axis, axis + 1)
-    return jnp.stack([near, jnp.flip(far, axis)], axis).reshape(x.shape)
-
-
-def _halves(x: Array, chunks: tuple[int, int], axis: int, along: int) -> tuple[Array, Array]:
-    """Splits `axis` into a grid of `chunks` and returns both entries along the grid axis `along`."""
-    split = x.reshape(*x.shape[:axis], *chunks, x.shape[axis] // (chunks[0] * chunks[1]), *x.shape[axis + 1 :])
-    return lax.index_in_dim(split, 0, along, keepdims=False), lax.index_in_dim(split, 1, along, keepdims=False)
+    sizes = (ring_size, layout.chunks) if inverse else (layout.chunks, ring_size)
+    half_axis, stack_axis = (axis + 1, axis) if inverse else (axis, axis + 1)
+    chunk = x.shape[axis] // layout.multiple(ring_size)
+    split = x.reshape(*x.shape[:axis], *sizes, chunk, *x.shape[axis + 1 :])
+    near, far = (lax.index_in_dim(split, half, half_axis, keepdims=False) for half in (0, 1))
+    return jnp.stack([near, jnp.flip(far, axis)], stack_axis).reshape(x.shape)
 
 
 def _checked_axis(x: ArrayLike, axis: int) -> tuple[Array, int]:
     """Checks the array and its sequence axis; returns both, with a non-negative axis."""
-    if not isinstance(x, np.ndarray | np.generic | jax.Array) and not hasattr(x, "__jax_array__"):
-        raise ValueError(f"`x` must be an array, got {type(x).__name__}.")
-    array = cast(Array, x)
+    array = check_is_array("x", x)
     rank = len(array.shape)
     number = check_int("axis", axis, least=-rank)
     if number >= rank:

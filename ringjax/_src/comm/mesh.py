@@ -9,9 +9,9 @@ import jax
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
-from ringjax._src.comm.layout import layout_for, layout_named
+from ringjax._src.comm.layout import layout_for, layout_named, positions
 from ringjax._src.comm.ring_comm import STRATEGIES, AxisName, StrategyName
-from ringjax._src.validation import check_choice, check_instance, check_int, check_positions, shown
+from ringjax._src.validation import check_choice, check_instance, check_int, check_optional, check_positions, shown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,9 +169,8 @@ class Ring:
     def _check_explicit(self, name: str, x: Array) -> None:
         mesh, spec = self.resolve(), PartitionSpec(*self.spec()[: x.ndim])
         given = jax.typeof(x).sharding
-        types = zip(mesh.axis_names, mesh.axis_types, strict=True)
-        explicit = {axis for axis, kind in types if kind == AxisType.Explicit and mesh.size > 1}
-        if explicit and (given.mesh.empty or not _same_spec(given.spec, spec, x.ndim, explicit)):
+        explicit = explicit_axes(mesh)
+        if explicit and mesh.size > 1 and (given.mesh.empty or not _same_spec(given.spec, spec, x.ndim, explicit)):
             found = "no sharding" if given.mesh.empty else given.spec
             raise ValueError(
                 f"`{name}` must be sharded as {spec} over an explicit mesh, got {found}: use "
@@ -191,8 +190,7 @@ def check_ring_options(
     """Checks the options of a ring; `names` maps argument names, such as ``"axis_name"``, to mesh axes."""
     layout_named(layout)
     check_choice("strategy", strategy, tuple(STRATEGIES))
-    if memory_budget is not None:
-        check_int("memory_budget", memory_budget)
+    check_optional(check_int, "memory_budget", memory_budget)
     for name, value in names.items():
         is_absent = value is None and name != "axis_name"
         is_axis = isinstance(value, str) or (
@@ -221,6 +219,19 @@ def axes(name: AxisName | None) -> tuple[str, ...]:
     return () if name is None else (name,) if isinstance(name, str) else tuple(name)
 
 
+def explicit_axes(mesh: Mesh | AbstractMesh) -> set[str]:
+    """Returns the explicit axes of a mesh, those that are part of array types."""
+    return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+
+
+def stored_positions(ring: Ring | None, length: int) -> Array:
+    """Returns the position in the sequence of each stored row; `length` includes padding."""
+    if ring is None:
+        return jnp.arange(length, dtype=jnp.int32)
+    size = ring.size("axis_name")
+    return positions(layout_for(ring.layout, size), length, size)
+
+
 def _check_like_query(name: str, x: Array, query: Array) -> None:
     if any(isinstance(a, jax.core.Tracer) or not isinstance(a, jax.Array) for a in (x, query)):
         return
@@ -232,6 +243,6 @@ def _check_like_query(name: str, x: Array, query: Array) -> None:
 
 
 def _same_spec(given: PartitionSpec, expected: PartitionSpec, ndim: int, explicit: set[str]) -> bool:
-    """Returns whether two specs agree on the explicit axes, the only ones that are part of array types."""
+    """Returns whether two specs agree on the explicit axes."""
     kept = lambda spec, i: [a for a in axes(spec[i]) if a in explicit] if i < len(spec) else []  # noqa: E731
     return all(kept(given, i) == kept(expected, i) for i in range(ndim))

@@ -20,12 +20,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
 from ringjax._src import debug
-from ringjax._src.comm.mesh import Ring
+from ringjax._src.comm.mesh import Ring, explicit_axes
 from ringjax._src.pattern import Branch, DilationPattern
 from ringjax._src.validation import (
     MOST_HEADS,
@@ -149,8 +149,8 @@ def init_cache(
 
     if ring is None:
         return empty()
-    specs = cache_specs(jax.eval_shape(empty), ring)
-    shardings = jax.tree.map(lambda spec: jax.NamedSharding(ring.resolve(), spec), specs, is_leaf=_is_spec)
+    specs, is_spec = cache_specs(jax.eval_shape(empty), ring), lambda x: isinstance(x, PartitionSpec)
+    shardings = jax.tree.map(lambda spec: NamedSharding(ring.resolve(), spec), specs, is_leaf=is_spec)
     return jax.jit(empty, out_shardings=shardings)()
 
 
@@ -164,13 +164,9 @@ def cache_specs(cache: DecodeCache, ring: Ring) -> DecodeCache:
 def reshard(ring: Ring, arrays: Any, specs: Any) -> Any:  # noqa: ANN401
     """Reshards arrays on an explicit mesh, where `shard_map` requires the exact sharding of its specs."""
     mesh = ring.resolve()
-    if AxisType.Explicit not in mesh.axis_types:
+    if not explicit_axes(mesh):
         return arrays
     return jax.tree.map(lambda x, spec: jax.reshard(x, NamedSharding(mesh, spec)), arrays, specs)
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def check_ring(ring: Ring, pattern: DilationPattern, batch: int, kv_heads: int) -> int:
@@ -181,8 +177,24 @@ def check_ring(ring: Ring, pattern: DilationPattern, batch: int, kv_heads: int) 
     return ring.size("axis_name")
 
 
-def clipped_counts(name: str, values: ArrayLike, batch: int, most: int, least: int = 0) -> Array:
-    """Checks one count per sequence of the batch; traced values are clipped."""
+def check_shards(cache: DecodeCache, ring: Ring | None) -> int:
+    """Checks that a cache divides evenly over a ring and returns the size of the ring, 1 without a ring."""
+    if ring is None:
+        return 1
+    shards = check_ring(ring, cache.pattern, cache.keys[0].shape[0], cache.num_kv_heads)
+    for i, keys in enumerate(cache.keys):
+        if keys.shape[2] % shards:
+            raise ValueError(
+                f"`cache` slots must divide evenly over the ring of {shards}, got {keys.shape[2]} in branch {i}: "
+                "create it with `init_cache(..., ring=ring)`."
+            )
+    return shards
+
+
+def clipped_counts(name: str, values: ArrayLike | None, batch: int, most: int, least: int = 0) -> Array:
+    """Checks one count per sequence of the batch, `most` by default; traced values are clipped."""
+    if values is None:
+        return jnp.full(batch, most, jnp.int32)
     counts = jnp.asarray(check_counts(name, values, batch, most, least))
     debug.report(name, f"outside {least} to {most}, and clipped", lambda: (counts < least) | (counts > most))
     return jnp.clip(counts, least, most).astype(jnp.int32)

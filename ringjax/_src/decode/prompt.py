@@ -20,13 +20,12 @@ from ringjax._src.comm.mesh import Ring, RingPlace
 from ringjax._src.decode.cache import (
     DecodeCache,
     cache_specs,
-    check_ring,
+    check_shards,
     clipped_counts,
     held_positions,
     offset_table,
     reshard,
 )
-from ringjax._src.pattern import Branch
 from ringjax._src.validation import check_array, check_instance
 
 
@@ -68,15 +67,12 @@ def prefill(
         Array([100], dtype=int32)
     """
     batch, length = _check_prompt(cache, key, value)
-    if ring is not None:
-        check_instance("ring", ring, Ring)
-    given = jnp.full(batch, length, jnp.int32) if lengths is None else clipped_counts("lengths", lengths, batch, length)
+    shards = check_shards(cache, ring)
+    ends = clipped_counts("lengths", lengths, batch, length)
     key, value = jnp.asarray(key), jnp.asarray(value)
     offsets = jnp.asarray(offset_table(cache))
-    shards = 1 if ring is None else check_ring(ring, cache.pattern, batch, cache.num_kv_heads)
     if ring is None or ring.resolve().size == 1:
-        return _fill(cache, key, value, given, offsets, place=None)
-    check_slots(cache, shards)
+        return _fill(cache, key, value, ends, offsets, place=None)
     place = ring.place()
     multiple = layout_named(place.layout).multiple(shards)
     if length % multiple:
@@ -88,17 +84,7 @@ def prefill(
     in_specs = (specs, ring.spec(), ring.spec(), specs.lengths, heads)
     fill = functools.partial(_fill, place=place)
     sharded = jax.shard_map(fill, mesh=ring.resolve(), in_specs=in_specs, out_specs=specs)
-    return sharded(*reshard(ring, (cache, key, value, given, offsets), in_specs))
-
-
-def check_slots(cache: DecodeCache, shards: int) -> None:
-    """Checks that the slots of a cache divide evenly over a ring."""
-    for i, k in enumerate(cache.keys):
-        if k.shape[2] % shards:
-            raise ValueError(
-                f"`cache` slots must divide evenly over the ring of {shards}, got {k.shape[2]} in branch {i}: "
-                "create it with `init_cache(..., ring=ring)`."
-            )
+    return sharded(*reshard(ring, (cache, key, value, ends, offsets), in_specs))
 
 
 def _check_prompt(cache: DecodeCache, key: Array, value: Array) -> tuple[int, int]:
@@ -127,7 +113,7 @@ def _fill(
         inside = held_positions(branch, offsets[i, heads], 0, held.shape[2] * shards)
         position = begin[:, None, None] + inside[None]  # (B, K, S)
         position = jnp.where(position < lengths[:, None, None], position, -1)
-        with jax.named_scope(f"prefill_{_name(branch)}"):
+        with jax.named_scope(f"prefill_{branch.segment_length}_{branch.rate}"):
             keys.append(_rows_at(key[:, :, heads], position, place))
             values.append(_rows_at(value[:, :, heads], position, place))
     return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), lengths=lengths)
@@ -149,7 +135,3 @@ def _rows_at(x: Array, position: Array, place: RingPlace | None) -> Array:
         return rows
     # each row comes from one device; the others contribute 0
     return lax.psum_scatter(rows, place.axis_name, scatter_dimension=2, tiled=True)
-
-
-def _name(branch: Branch) -> str:
-    return f"{branch.segment_length}_{branch.rate}"

@@ -24,13 +24,12 @@ from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode.cache import (
     DecodeCache,
     cache_specs,
-    check_ring,
+    check_shards,
     clipped_counts,
     held_positions,
     offset_table,
     reshard,
 )
-from ringjax._src.decode.prompt import check_slots
 from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.pattern import Branch
 from ringjax._src.validation import AttentionShape, check_inputs, check_instance
@@ -98,18 +97,15 @@ def decode_step(
     check_instance("cache", cache, DecodeCache)
     shape = check_inputs(query, key, value, cache.pattern, True, None, None, scale)
     _check_like_cache(cache, key)
-    if ring is not None:
-        check_instance("ring", ring, Ring)
     batch, length = key.shape[:2]
-    real = jnp.full(batch, length, jnp.int32) if counts is None else clipped_counts("counts", counts, batch, length)
+    check_shards(cache, ring)
+    real = clipped_counts("counts", counts, batch, length)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     offsets = jnp.asarray(offset_table(cache))
     max_selected = tuple(max(Counter(branch.offsets).values(), default=0) for branch in cache.branches)
     step = functools.partial(_step, shape=shape, max_selected=max_selected)
-    shards = 1 if ring is None else check_ring(ring, cache.pattern, shape.batch, shape.kv_heads)
     if ring is None or ring.resolve().size == 1:
         return step(cache, query, key, value, real, offsets, axis_name=None)
-    check_slots(cache, shards)
     specs = cache_specs(cache, ring)
     new = PartitionSpec(ring.batch_axis, None, ring.head_axis, None)
     in_specs = (specs, new, new, new, specs.lengths, PartitionSpec(None, ring.head_axis))
@@ -144,8 +140,7 @@ def _step(
     parts, keys, values = [], [], []
     for i, branch in enumerate(cache.branches):
         heads = slice(branch.first_head, branch.first_head + cache.keys[i].shape[1])
-        part_chunk = chunk.of(heads)
-        slots = cache.keys[i].shape[2]
+        part_chunk, slots = chunk.of(heads), cache.keys[i].shape[2]
         first_slot = 0 if axis_name is None else lax.axis_index(axis_name) * slots
         is_selected = _is_selected(branch, offsets[i, heads], chunk.position)
         with jax.named_scope(f"decode_{branch.segment_length}_{branch.rate}"):
@@ -155,8 +150,7 @@ def _step(
             is_active = (is_selected[..., None] & is_held).astype(part_chunk.query.dtype)
             most = min(max_selected[i], len(offsets[i, heads]))
             part = _attend_selected(part_chunk.query, cache.keys[i], cache.values[i], is_active, is_selected, most)
-            slot = _slots(branch, part_chunk, is_selected, counts, first_slot, slots)
-            slot = _order_after(part, slot)
+            slot = _order_after(part, _slots(branch, part_chunk, is_selected, counts, first_slot, slots))
             keys.append(_write(cache.keys[i], part_chunk.key, slot))
             values.append(_write(cache.values[i], part_chunk.value, slot))
             parts.append(part)
@@ -219,8 +213,7 @@ def _attend_selected(
 
 
 def _attend_rows(query: Array, key: Array, value: Array, times: Array) -> PartialSoftmax:
-    group = query.shape[1]
-    q, times = query.reshape(-1, query.shape[2]), jnp.repeat(times, group, axis=0)
+    q, times = query.reshape(-1, query.shape[2]), jnp.repeat(times, query.shape[1], axis=0)
     k, v = key.astype(q.dtype), value.astype(q.dtype)
     scores = jnp.where(times > 0, (k @ q.T).T, -jnp.inf)  # transposing the scores is cheaper than transposing the keys
     state, weights = softmax.rescale(softmax.start(q), scores)

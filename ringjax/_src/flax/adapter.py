@@ -23,6 +23,7 @@ from ringjax._src.validation import (
     check_dtype,
     check_instance,
     check_int,
+    check_optional,
     check_pattern,
     check_rate,
     check_scale,
@@ -54,12 +55,10 @@ class AttentionFn:
     def __post_init__(self) -> None:
         check_pattern(self.pattern)
         check_bool("is_causal", self.is_causal)
-        if self.seq_len is not None:
-            check_int("seq_len", self.seq_len)
+        check_optional(check_int, "seq_len", self.seq_len)
         if self.scale is not None:
             check_scale(self.scale)
-        if self.ring is not None:
-            check_instance("ring", self.ring, Ring)
+        check_optional(check_instance, "ring", self.ring, Ring)
         check_implementation(self.implementation, self.block_sizes)
 
     # Linen passes only the keywords that this signature names, so it lists all of Flax's keywords.
@@ -116,8 +115,7 @@ class AttentionFn:
             raise NotImplementedError(f"`precision` must be None or the default, got {shown(precision)}.")
         if is_causal and not self.is_causal:
             raise ValueError("`is_causal` must be False in calls of `attention_fn(..., is_causal=False)`, got True.")
-        if dtype is not None:
-            check_dtype("dtype", dtype)
+        check_optional(check_dtype, "dtype", dtype)
         for name, x in {"query": query, "key": key, "value": value}.items():
             check_array(name, x, "floating point")
         if promote_dtype is not None:
@@ -189,13 +187,7 @@ def attention_fn(
 
 
 def batched(arrays: dict[str, Array]) -> list[Array]:
-    """Flattens the batch axes of arrays (batch..., length, heads, dim) into one.
-
-    Example:
-        >>> import jax.numpy as jnp
-        >>> batched({"query": jnp.ones((2, 3, 64, 4, 8))})[0].shape
-        (6, 64, 4, 8)
-    """
+    """Flattens the batch axes of arrays (batch..., length, heads, dim) into one."""
     for name, x in arrays.items():
         if x.ndim < 3:
             raise ValueError(f"`{name}` must have the axes (batch..., length, heads, dim), got shape {x.shape}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import cast
+from typing import Any, cast
 
 import jax.numpy as jnp
 from flax import linen as nn
@@ -17,7 +17,7 @@ from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.flax.self_attention import Initializer, PositionKind, check_layer, flat_initializer, self_attention
 from ringjax._src.kernels.dispatch import Implementation
 from ringjax._src.pattern import DilationPattern
-from ringjax._src.validation import check_array, check_bool, check_key
+from ringjax._src.validation import check_array, check_bool, check_key, check_optional
 
 
 class DilatedSelfAttention(nn.Module):
@@ -27,30 +27,13 @@ class DilatedSelfAttention(nn.Module):
     same names and shapes. If the ring has a `head_axis`, the kernels carry it as partitioning metadata.
 
     Args:
-        num_heads: Number of query heads.
-        pattern: Segment lengths and dilation rates of the branches.
-        num_kv_heads: Number of key/value heads, a divisor of `num_heads`; `num_heads` by default.
-        head_dim: Dimensions per head; ``in_features // num_heads`` by default.
-        out_features: Number of output features; that of the input by default.
-        is_causal: Whether a position attends only to itself and earlier positions.
-        positions: Positional encoding: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
-        sub_norm: Whether to apply layer norm to the concatenated heads before the output projection.
-        norm_epsilon: Epsilon of that layer norm.
-        dropout_rate: Probability of dropping an attention weight in training, see `dilated_attention`.
+        num_heads, pattern, num_kv_heads, head_dim, out_features, is_causal, positions, sub_norm, norm_epsilon,
+            dropout_rate, use_bias, dtype, param_dtype, kernel_init, bias_init, ring, implementation: See
+            `ringjax.nnx.DilatedSelfAttention`; the number of input features is that of the inputs.
         deterministic: Whether to disable dropout.
-        use_bias: Whether the projections have a bias.
-        dtype: Dtype of the computation; by default promoted from inputs and parameters. See `ringjax.compute_dtype`.
-        param_dtype: Dtype of the parameters.
-        kernel_init: Initializer of the kernels, applied to them as matrices.
-        bias_init: Initializer of the biases.
-        ring: The devices that share the sequence, or None. With a ring, inputs are in the ring's layout.
-        implementation: See `dilated_attention`.
 
     Raises:
-        ValueError: When the layer is called: if `num_heads` is not a multiple of `num_kv_heads`; if the number of input
-            features is not a multiple of `num_heads` and `head_dim` is not given; if `head_dim` is odd with a
-            positional encoding; if ``positions="xpos"`` is used without `is_causal`; or if an option has the wrong type
-            or is out of range.
+        ValueError: When the layer is called, under the same conditions as `ringjax.nnx.DilatedSelfAttention`.
 
     Example:
         >>> import jax, jax.numpy as jnp, ringjax as rj
@@ -96,11 +79,7 @@ class DilatedSelfAttention(nn.Module):
         """Computes the output of the layer.
 
         Args:
-            x: Inputs, in the layout of the ring if there is one.
-            positions: Position of each row; by default its position in the sequence, given the ring's layout. Must be
-                from 0 to ``T - 1`` for xPos.
-            segment_ids, seq_len: See `dilated_attention`.
-            deterministic: Whether to disable dropout in this call; overrides the attribute.
+            x, positions, segment_ids, seq_len, deterministic: See `ringjax.nnx.DilatedSelfAttention`.
             dropout_rng: A `jax.random` key for dropout; by default from the stream ``"dropout"``.
 
         Raises:
@@ -125,23 +104,13 @@ class DilatedSelfAttention(nn.Module):
         )
         core.check_call(x, positions, segment_ids, seq_len)
         is_deterministic = self.deterministic if deterministic is None else check_bool("deterministic", deterministic)
-        if dropout_rng is not None:
-            check_key("dropout_rng", dropout_rng)
-        flags = {"sub_norm": self.sub_norm, "deterministic": self.deterministic, "use_bias": self.use_bias}
-        types = {"dtype": self.dtype, "param_dtype": self.param_dtype}
-        initializers = {"kernel_init": self.kernel_init, "bias_init": self.bias_init}
-        shapes = core.kernel_shapes(
-            check_layer(core, self.out_features, self.norm_epsilon, flags, **types, **initializers)
-        )
-        projection = functools.partial(
-            _Projection,
-            use_bias=self.use_bias,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            kernel_init=self.kernel_init,
-            bias_init=self.bias_init,
-            mesh=core.mesh,
-        )
+        check_optional(check_key, "dropout_rng", dropout_rng)
+        flags = {"sub_norm": self.sub_norm, "deterministic": self.deterministic}
+        options = {
+            name: getattr(self, name) for name in ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init")
+        }
+        shapes = core.kernel_shapes(check_layer(core, self.out_features, self.norm_epsilon, flags, options))
+        projection: Any = functools.partial(_Projection, mesh=core.mesh, **options)
         query, key, value = (
             projection(shapes[name], 1, over=(None, core.head_axis, None), name=name)(x)
             for name in ("query", "key", "value")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -100,23 +101,20 @@ class DilatedSelfAttention(nnx.Module):
             implementation=implementation,
             dropout_rate=dropout_rate,
         )
-        flags = {"sub_norm": sub_norm, "deterministic": deterministic, "use_bias": use_bias}
-        types = {"dtype": dtype, "param_dtype": param_dtype}
-        initializers = {"kernel_init": kernel_init, "bias_init": bias_init}
-        out_features = check_layer(core, out_features, norm_epsilon, flags, **types, **initializers)
+        flags = {"sub_norm": sub_norm, "deterministic": deterministic}
+        options: dict[str, Any] = {
+            "use_bias": use_bias,
+            "dtype": dtype,
+            "param_dtype": param_dtype,
+            "kernel_init": kernel_init,
+            "bias_init": bias_init,
+        }
+        out_features = check_layer(core, out_features, norm_epsilon, flags, options)
         check_instance("rngs", rngs, nnx.Rngs)
         self.core: SelfAttention = core
         self.deterministic = deterministic
         head_shape = (core.num_heads, core.head_dim)
-        projection = functools.partial(
-            nnx.LinearGeneral,
-            use_bias=use_bias,
-            dtype=dtype,
-            param_dtype=param_dtype,
-            kernel_init=kernel_init,
-            bias_init=bias_init,
-            rngs=rngs,
-        )
+        projection: Any = functools.partial(nnx.LinearGeneral, rngs=rngs, **options)
         into_heads = functools.partial(
             projection,
             core.in_features,
@@ -192,7 +190,7 @@ class DilatedSelfAttention(nnx.Module):
             ValueError: If the layer is not causal, the cache has another pattern, the prompt is longer than the cache,
                 or `x` or `lengths` has another shape.
         """
-        self.core.check_decoding(x, cache, {"lengths": lengths})
+        self.core.check_decoding(x, cache, "lengths", lengths)
         attended, cache = self.core.prefill(self.query(x), self.key(x), self.value(x), cache, lengths)
         return self._projected(attended), cache
 
@@ -210,7 +208,7 @@ class DilatedSelfAttention(nnx.Module):
             ValueError: If the layer is not causal, the cache has another pattern, or `x` or `counts` has another
                 shape.
         """
-        self.core.check_decoding(x, cache, {"counts": counts})
+        self.core.check_decoding(x, cache, "counts", counts)
         attended, cache = self.core.extend(self.query(x), self.key(x), self.value(x), cache, counts)
         return self._projected(attended, over_ring=False), cache
 

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from ringjax._src.api import dilated_attention
-from ringjax._src.comm.layout import layout_for
-from ringjax._src.comm.layout import positions as stored_positions
-from ringjax._src.comm.mesh import Ring, axes
+from ringjax._src.comm.mesh import Ring, axes, explicit_axes, stored_positions
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode import DecodeCache, decode_step, prefill
 from ringjax._src.decode.cache import clipped_counts
@@ -35,11 +33,13 @@ from ringjax._src.validation import (
     check_ids,
     check_instance,
     check_int,
+    check_optional,
     check_optional_choice,
     check_pattern,
     check_positive,
     check_rate,
     check_row_positions,
+    check_seq_len,
     check_size,
 )
 
@@ -63,13 +63,7 @@ class SelfAttention:
     dropout_rate: float = 0.0
 
     def kernel_shapes(self, out_features: int) -> dict[str, tuple[int, int, int]]:
-        """Returns the kernel shape of each projection.
-
-        Example:
-            >>> from ringjax import DilationPattern
-            >>> self_attention(DilationPattern((16,), (1,)), 32, 4, num_kv_heads=2).kernel_shapes(32)
-            {'query': (32, 4, 8), 'key': (32, 2, 8), 'value': (32, 2, 8), 'out': (4, 8, 32)}
-        """
+        """Returns the kernel shape of each projection."""
         query = (self.in_features, self.num_heads, self.head_dim)
         key = (self.in_features, self.num_kv_heads, self.head_dim)
         return {"query": query, "key": key, "value": key, "out": (*query[1:], out_features)}
@@ -89,8 +83,7 @@ class SelfAttention:
         if self.ring is None or self.head_axis is None:
             return None
         mesh = self.ring.resolve()
-        kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-        if not any(kinds[axis] == AxisType.Explicit for axis in axes(self.head_axis)):
+        if explicit_axes(mesh).isdisjoint(axes(self.head_axis)):
             return None
         ring_axis = self.ring.axis_name if over_ring else None
         spec = PartitionSpec(self.ring.batch_axis, *(None,) * (ndim - 3), ring_axis, None)
@@ -114,7 +107,7 @@ class SelfAttention:
         shape = query.shape
         query, key, value = batched({"query": query, "key": key, "value": value})
         if segment_ids is not None:
-            segment_ids = _flatten_batch("segment_ids", segment_ids, shape[:-2])
+            segment_ids = segment_ids.reshape(-1, shape[-3])
         query, key = self._encode_positions(query, key, positions, shape)
         out = dilated_attention(
             query,
@@ -135,7 +128,6 @@ class SelfAttention:
         self, query: Array, key: Array, value: Array, cache: DecodeCache, lengths: ArrayLike | None
     ) -> tuple[Array, DecodeCache]:
         """Computes the attention of a prompt (B, T, heads, H) and returns it with the filled cache."""
-        self._check_decodes(cache)
         self.check_prompt(query.shape[1], cache.max_len, lengths)
         query, key = self._encode_positions(query, key, None, query.shape, cache.max_len)
         out = dilated_attention(
@@ -147,7 +139,6 @@ class SelfAttention:
         self, query: Array, key: Array, value: Array, cache: DecodeCache, counts: ArrayLike | None
     ) -> tuple[Array, DecodeCache]:
         """Computes the attention of the next tokens (B, n, heads, H) and returns it with the updated cache."""
-        self._check_decodes(cache)
         if self.positions is not None:
             nth = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
             positions = cache.lengths[:, None] + nth
@@ -167,10 +158,8 @@ class SelfAttention:
         """Checks the arguments of a layer call."""
         self.check_features(x)
         leading = tuple(x.shape[:-1])
-        if segment_ids is not None:
-            check_ids("segment_ids", segment_ids, leading, "(batch..., length)")
-        if seq_len is not None and check_int("seq_len", seq_len) > leading[-1]:
-            raise ValueError(f"`seq_len` must be between 1 and the stored length {leading[-1]}, got {seq_len}.")
+        check_optional(check_ids, "segment_ids", segment_ids, leading, "(batch..., length)")
+        check_seq_len(seq_len, leading[-1])
         if positions is None:
             return
         if self.positions is None:
@@ -183,19 +172,14 @@ class SelfAttention:
         else:
             check_row_positions(positions, math.prod(leading[:-1]), leading[-1])
 
-    def check_decoding(self, x: Array, cache: DecodeCache, numbers: dict[str, ArrayLike | None]) -> None:
-        """Checks the arguments of `prefill` or `extend`; `numbers` contains `lengths` or `counts`."""
+    def check_decoding(self, x: Array, cache: DecodeCache, name: str, numbers: ArrayLike | None) -> None:
+        """Checks the arguments of `prefill` or `extend`; `numbers` are its `lengths` or `counts`."""
         self.check_features(x, decodes=True)
-        self._check_decodes(cache)
-        for name, values in numbers.items():
-            if values is not None:
-                check_counts(name, values, *x.shape[:2])
-
-    def _check_decodes(self, cache: DecodeCache) -> None:
         if not self.is_causal:
             raise ValueError("`is_causal` must be True for decoding, got False.")
         if check_instance("cache", cache, DecodeCache).pattern != self.pattern:
             raise ValueError(f"`cache` must have the layer's pattern {self.pattern}, got {cache.pattern}.")
+        check_optional(check_counts, name, numbers, *x.shape[:2])
 
     def check_features(self, x: Array, *, decodes: bool = False) -> None:
         """Checks the input of a layer; decoding requires exactly one batch axis."""
@@ -214,19 +198,13 @@ class SelfAttention:
             return query, key
         length = shape[-3]
         if positions is None:
-            positions = self._default_positions(length)
-        elif getattr(positions, "ndim", 1) > 1:
-            positions = _flatten_batch("positions", positions, shape[:-2])
+            positions = stored_positions(self.ring, length)
+        elif positions.ndim > 1:
+            positions = positions.reshape(-1, length)
         with jax.named_scope(self.positions):
             if self.positions == "rotary":
                 return rotary(query, positions), rotary(key, positions)
             return xpos(query, key, positions, length=max_len or length)
-
-    def _default_positions(self, length: int) -> Array:
-        if self.ring is None:
-            return jnp.arange(length, dtype=jnp.int32)
-        size = self.ring.size("axis_name")
-        return stored_positions(layout_for(self.ring.layout, size), length, size)
 
 
 def self_attention(
@@ -242,17 +220,10 @@ def self_attention(
     implementation: Implementation | None = None,
     dropout_rate: float = 0.0,
 ) -> SelfAttention:
-    """Checks the arguments of a layer and fills in defaults.
-
-    Example:
-        >>> from ringjax import DilationPattern
-        >>> self_attention(DilationPattern((16,), (1,)), in_features=32, num_heads=4).head_dim
-        8
-    """
+    """Checks the arguments of a layer and fills in defaults."""
     check_pattern(pattern)
     check_bool("is_causal", is_causal)
-    if ring is not None:
-        check_instance("ring", ring, Ring)
+    check_optional(check_instance, "ring", ring, Ring)
     check_implementation(implementation, None)
     in_features = check_int("in_features", in_features, most=MOST_POSITIONS)
     num_heads, num_kv_heads = check_heads(num_heads, num_kv_heads)
@@ -261,9 +232,8 @@ def self_attention(
             f"`in_features` must be a multiple of `num_heads` if `head_dim` is not given, got {in_features} and "
             f"{num_heads}."
         )
-    head_dim = in_features // num_heads if head_dim is None else check_int("head_dim", head_dim, most=MOST_POSITIONS)
+    head_dim = check_head_dim(head_dim, in_features // num_heads, positions)
     check_size("`in_features`, `num_heads` and `head_dim`", (in_features, num_heads, head_dim))
-    check_position_kind(positions, head_dim)
     if positions == "xpos" and not is_causal:
         raise ValueError(
             '`is_causal` must be True for `positions="xpos"`, as its scores grow for later keys, got False.'
@@ -282,28 +252,29 @@ def self_attention(
     )
 
 
-def check_position_kind(positions: PositionKind | None, head_dim: int) -> None:
-    """Checks the positional encoding for queries and keys with this head dimension."""
+def check_head_dim(head_dim: int | None, default: int, positions: PositionKind | None) -> int:
+    """Checks and returns the head dimension, and checks the positional encoding for queries and keys of that size."""
+    dim = default if head_dim is None else check_int("head_dim", head_dim, most=MOST_POSITIONS)
     check_optional_choice("positions", positions, get_args(PositionKind))
-    if positions is not None and head_dim % 2:
-        raise ValueError(f"`head_dim` must be even for `positions={positions!r}`, got {head_dim}.")
+    if positions is not None and dim % 2:
+        raise ValueError(f"`head_dim` must be even for `positions={positions!r}`, got {dim}.")
+    return dim
 
 
 def check_layer(
-    core: SelfAttention, out_features: int | None, norm_epsilon: float, flags: Mapping[str, object], **options: object
+    core: SelfAttention, out_features: int | None, norm_epsilon: float, flags: dict[str, bool], options: dict[str, Any]
 ) -> int:
     """Checks the layer arguments that `self_attention` does not, and returns the number of output features.
 
-    `flags` are arguments that must be bools; `options` are `dtype`, `param_dtype`, `kernel_init` and `bias_init`.
+    `flags` are other arguments that must be bools; `options` are those of the projections.
     """
     width = core.in_features if out_features is None else out_features
     width = check_int("out_features", width, most=MOST_POSITIONS)
     check_size("`num_heads`, `head_dim` and `out_features`", (core.num_heads, core.head_dim, width))
     check_positive("norm_epsilon", norm_epsilon)
-    for name, flag in flags.items():
+    for name, flag in {**flags, "use_bias": options["use_bias"]}.items():
         check_bool(name, flag)
-    if options["dtype"] is not None:
-        check_dtype("dtype", options["dtype"])
+    check_optional(check_dtype, "dtype", options["dtype"])
     check_dtype("param_dtype", options["param_dtype"])
     for name in ("kernel_init", "bias_init"):
         check_callable(name, options[name])
@@ -311,24 +282,10 @@ def check_layer(
 
 
 def flat_initializer(init: Initializer, contracted: int) -> Initializer:
-    """Returns an initializer that flattens kernels to matrices, with the first `contracted` axes as rows.
-
-    Example:
-        >>> import jax
-        >>> show_shape = lambda key, shape, dtype: print(shape) or jax.numpy.zeros(shape, dtype)
-        >>> flat_initializer(show_shape, 1)(jax.random.key(0), (32, 4, 8), "float32").shape
-        (32, 32)
-        (32, 4, 8)
-    """
+    """Returns an initializer that flattens kernels to matrices, with the first `contracted` axes as rows."""
 
     def initial(key: Array, shape: tuple[int, ...], dtype: Any) -> Array:  # noqa: ANN401
         flat = (math.prod(shape[:contracted]), math.prod(shape[contracted:]))
         return init(key, flat, dtype).reshape(shape)
 
     return initial
-
-
-def _flatten_batch(name: str, x: Array, leading: tuple[int, ...]) -> Array:
-    """Flattens the batch axes of an array (batch..., T) into one."""
-    check_ids(name, x, leading, "(batch..., length)")
-    return x if x.ndim == 2 else x.reshape(-1, leading[-1])

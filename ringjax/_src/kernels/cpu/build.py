@@ -1,10 +1,10 @@
 """Compiles the CPU kernels for this machine with its C++ compiler, once, and registers them with XLA.
 
-Nothing happens at import. The library is kept in a folder of the user's cache (see `cache.py`), under a name
-that says what it was made from (the sources, the headers of jaxlib, the compiler, and what the compiler knows of this
-processor) and what it holds, as loading a damaged library would end the process:
+Nothing happens at import. The library is stored in a folder of the user's cache (see `cache.py`). Its name identifies
+its inputs (the sources, the headers of jaxlib, the compiler, and the processor features that the compiler reports) and
+its contents, as loading a damaged library would end the process:
 
-    ringjax-<digest of what it was made from>-<digest of its bytes>.so
+    ringjax-<digest of its inputs>-<digest of its bytes>.so
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ import jax
 
 from ringjax._src.kernels.cpu import cache
 
-SWITCH = "RINGJAX_NATIVE"  # "0" leaves CPUs to plain XLA
+SWITCH = "RINGJAX_NATIVE"  # "0" selects plain XLA on CPUs
 NO_COMPILER = "there is no C++ compiler (CXX, c++, g++, clang++)"
 TARGETS = ("ringjax_forward", "ringjax_backward", "ringjax_delta")
 _SOURCES = ("attention.cc", "backward.h", "forward.h", "passes.h", "pool.h", "rows.h", "vectors.h")
 _COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ["-std=c++17", "-O3", "-ffp-contract=fast", "-fPIC", "-w"]
-SECONDS = "RINGJAX_COMPILE_SECONDS"  # after so many, whatever hangs, plain XLA takes over
+SECONDS = "RINGJAX_COMPILE_SECONDS"  # time limit, after which plain XLA is used
 _SECONDS = 60.0  # compiling takes about 10
-_PROBE_SECONDS = 10.0  # to learn what a compiler can do
+_PROBE_SECONDS = 10.0  # to query the macros of a compiler
 _lock = threading.Lock()  # two threads may not compile and register at once
 _warned: set[str] = set()
 _logger = logging.getLogger("ringjax")
@@ -51,7 +51,7 @@ def why_not() -> str:
 
 
 def warn_once(reason: str) -> None:
-    """Warns that plain XLA takes the place of the kernels, unless the user asked for it."""
+    """Warns that plain XLA replaces the kernels, unless the user requested it."""
     if reason in _warned or os.environ.get(SWITCH) == "0":
         return
     _warned.add(reason)
@@ -81,13 +81,12 @@ def _loaded() -> str:
             reason = f"compiling them failed: {next(iter(error.stderr.strip().splitlines()), error)}"
         except subprocess.TimeoutExpired:
             reason = f"{compiler} did not finish in time ({SECONDS} sets the limit, {_SECONDS:.0f} by default)"
-        except Exception as error:  # whatever it is, plain XLA can compute
+        except Exception as error:  # plain XLA can compute in any case
             reason = f"compiling or loading them failed: {error}"
     return reason
 
 
 def _seconds() -> float:
-    """Returns how long compiling may take."""
     given = os.environ.get(SECONDS, "")
     try:
         seconds = float(given or _SECONDS)
@@ -99,7 +98,7 @@ def _seconds() -> float:
 
 
 def _compilers() -> list[str]:
-    """Returns the compilers of this machine, the one that the user names first; names of one program count once."""
+    """Returns the compilers of this machine, the user's choice first, without duplicates of one program."""
     found: dict[str, str] = {}
     for name in (os.environ.get("CXX"), *_COMPILERS):
         if name and (path := shutil.which(name)):
@@ -108,12 +107,12 @@ def _compilers() -> list[str]:
 
 
 def _library(compiler: str, deadline: float) -> ctypes.CDLL:
-    """Loads the library from the first folder that can hold it, compiled there if it is not there yet."""
+    """Loads the library from the first usable folder, and compiles it there if it is missing."""
     here = pathlib.Path(__file__).parent
     flags, macros = _flags(compiler, deadline)
     headers = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api").glob("*.h")
-    made_from = [path.read_bytes() for path in (*(here / name for name in _SOURCES), *sorted(headers))]
-    name = f"ringjax-{cache.digest(repr(flags).encode(), macros.encode(), *made_from)}"
+    inputs = [path.read_bytes() for path in (*(here / name for name in _SOURCES), *sorted(headers))]
+    name = f"ringjax-{cache.digest(repr(flags).encode(), macros.encode(), *inputs)}"
     problems = []
     with contextlib.closing(cache.folders()) as folders:
         for path in folders:
@@ -127,7 +126,7 @@ def _library(compiler: str, deadline: float) -> ctypes.CDLL:
 
 
 def _compiled(folder: cache.Folder, name: str, command: list[str], deadline: float) -> int:
-    """Compiles into a folder, unless another process has done so in the meantime; returns the library's descriptor."""
+    """Compiles into a folder unless another process has done so meanwhile, and returns the library's descriptor."""
     _logger.info(
         "Compiling the CPU kernels with %s, or waiting for a process that does, which takes about 10 seconds. "
         "They are kept in %s.",
@@ -163,17 +162,9 @@ def _macros(compiler: str, flags: list[str], deadline: float) -> str:
 
 
 def _run(command: list[str], seconds: float, tick: Callable[[], None] | None = None, **environment: str) -> str:
-    """Returns what a command prints; one that takes too long is killed, with all that it started.
+    """Returns the output of a command; after `seconds`, it is killed with all of its child processes.
 
-    Args:
-        command: The program and its arguments.
-        seconds: How long it may take.
-        tick: Called about every second.
-        **environment: Variables to set.
-
-    Raises:
-        subprocess.CalledProcessError: If it fails.
-        subprocess.TimeoutExpired: If it takes too long.
+    `tick` is called about every second. Raises `CalledProcessError` or `TimeoutExpired` of `subprocess`.
     """
     deadline = time.monotonic() + seconds
     with subprocess.Popen(

@@ -38,10 +38,7 @@ def digest(*parts: bytes) -> str:
 
 
 def folders() -> Generator[pathlib.Path, None, None]:
-    """Yields the folders to try, best first: the user's cache, one among temporary files, a new one for this process.
-
-    The last one is created when it is asked for and removed afterwards.
-    """
+    """Yields the folders to try: the user's cache, one among temporary files, a new one, removed afterwards."""
     cache = pathlib.Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))  # "~" without a home
     if cache.is_absolute():
         yield cache / "ringjax"
@@ -51,17 +48,14 @@ def folders() -> Generator[pathlib.Path, None, None]:
 
 
 class Lock:
-    """A file that one process locks, and touches as long as it is at work.
+    """A file that one process locks, and touches while it works.
 
-    A process that was stopped keeps its lock: one that has not touched the file for a while is not waited for.
-
-    Attributes:
-        is_held: Whether this process has it. Without it, another process may be at the same work.
+    A stopped process keeps its lock, so others do not wait for a process that has not touched the file for a while.
     """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self.is_held = False
+        self.is_held = False  # by this process; otherwise another process may do the same work
 
     def wait(self, seconds: float) -> None:
         """Takes the lock, unless it is held for so long, by a silent process, or files cannot be locked here."""
@@ -83,19 +77,16 @@ class Lock:
                 return
 
     def touch(self) -> None:
-        """Tells waiting processes that this one is at work."""
+        """Signals waiting processes that this one is working."""
         if self.is_held:
             os.utime(self._descriptor)
 
 
 class Folder:
-    """A folder that only this user and root can write to, held open.
-
-    Args:
-        path: Where it is; it is created, for this user alone, if it does not exist.
+    """A folder that only this user and root can write to, held open; created for this user alone if it is missing.
 
     Raises:
-        OSError: If it is a link, belongs to another user, can be written by others, or cannot hold programs.
+        OSError: If it is a link, belongs to another user, can be written by others, or is mounted noexec.
     """
 
     def __init__(self, path: pathlib.Path) -> None:
@@ -117,10 +108,7 @@ class Folder:
         os.close(self._descriptor)
 
     def find(self, name: str) -> int | None:
-        """Returns an open descriptor of the library ``<name>-<digest of its bytes>.so``, or None.
-
-        Libraries that are damaged or that another user could have written are passed over.
-        """
+        """Returns a descriptor of ``<name>-<digest of its bytes>.so``, or None if it is missing, damaged or unsafe."""
         for found in os.listdir(self._descriptor):
             if found.startswith(f"{name}-") and found.endswith(".so"):
                 with contextlib.suppress(OSError):
@@ -143,16 +131,12 @@ class Folder:
 
     @contextlib.contextmanager
     def work(self) -> Iterator[pathlib.Path]:
-        """Yields a new folder for the compiler's files, which is removed afterwards; removes those of dead processes.
-
-        Raises:
-            OSError: If there is no room for what a compiler writes.
-        """
+        """Yields a new folder for the compiler's files and removes it afterwards; removes those of ended processes."""
         self._remove_leftovers()
         name = f"{_WORK}{_this_machine()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
         os.mkdir(name, 0o700, dir_fd=self._descriptor)
         try:
-            self._reserve(f"{name}/room")
+            self._reserve(f"{name}/reserved")
             yield self.path / name
         finally:
             shutil.rmtree(name, ignore_errors=True, dir_fd=self._descriptor)
@@ -178,16 +162,16 @@ class Folder:
         return descriptor
 
     def _reserve(self, name: str) -> None:
-        """Raises OSError where a compiler would run out of room, which it reports in words of its own."""
-        room = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._descriptor)
-        with open(room, "wb", buffering=0) as file:
+        """Raises OSError if a compiler would run out of space, for which each compiler has another message."""
+        descriptor = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600, dir_fd=self._descriptor)
+        with open(descriptor, "wb", buffering=0) as file:
             for _ in range(_RESERVED >> 20):
                 if file.write(bytes(1 << 20)) != 1 << 20:
                     raise OSError(f"{self.path} has less than {_RESERVED >> 20} MiB of free space")
         os.unlink(name, dir_fd=self._descriptor)
 
     def _remove_leftovers(self) -> None:
-        """Removes working folders of processes that are gone, and others (of other machines, too) after an hour."""
+        """Removes working folders of processes that have ended, and others (also of other machines) after an hour."""
         for name in os.listdir(self._descriptor):
             if name.startswith((_WORK, "tmp")):  # "tmp": of earlier versions
                 with contextlib.suppress(OSError):
@@ -197,11 +181,7 @@ class Folder:
 
 
 def load(library: int) -> ctypes.CDLL:
-    """Loads the library that an open descriptor belongs to, whatever has become of its name.
-
-    Raises:
-        OSError: If it cannot be loaded.
-    """
+    """Loads the library of an open descriptor, even if its name has changed; raises OSError if that fails."""
     path = f"/proc/self/fd/{library}"
     try:
         if os.path.exists(path):
@@ -241,7 +221,7 @@ def _this_machine() -> str:
 
 
 def _is_orphan(name: str) -> bool:
-    """Whether a working folder was made on this machine by a process that is gone."""
+    """Returns whether a working folder was created on this machine by a process that has ended."""
     machine, _, rest = name.removeprefix(_WORK).partition("-")
     process = rest.partition("-")[0]
     if not name.startswith(_WORK) or machine != _this_machine() or not process.isdecimal():
@@ -250,6 +230,6 @@ def _is_orphan(name: str) -> bool:
         os.kill(int(process), 0)
     except ProcessLookupError:
         return True
-    except OSError:  # it lives, as another user
-        return False
+    except OSError:  # it runs as another user
+        pass
     return False
