@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from ringjax._src import debug, dropout, vjp
 from ringjax._src.branches.protocol import Shard
 from ringjax._src.comm.layout import layout_for, layout_named
-from ringjax._src.comm.mesh import Ring, RingPlace, abstract_platform, axes, check_ring_options
+from ringjax._src.comm.mesh import Ring, RingInfo, abstract_platform, axes, check_ring_options
 from ringjax._src.comm.ring_comm import AxisName, StrategyName
 from ringjax._src.kernels.dispatch import Implementation, check_implementation
 from ringjax._src.kernels.interface import BlockSizes
@@ -153,7 +153,7 @@ def count_tiles(
     make_spec = _spec_maker(pattern, is_causal, shape, 0.0, None, "xla", None)
 
     def count(query: Array, key: Array, value: Array, ids: Array | None, key_bits: None) -> Array:
-        spec, shard = _on_ring(make_spec, ring.place(), shape, query, key, value, ids, None)
+        spec, shard = _on_ring(make_spec, ring.info(), shape, query, key, value, ids, None)
         return vjp.count_tiles(spec, shard).reshape(1, 1, 1)
 
     return _sharded(ring, count, PartitionSpec(*ring.spec()[:3]), (query, key, value), segment_ids)
@@ -234,10 +234,10 @@ def ring_dilated_attention(
             f"`query` length per device must be a multiple of {chunks} for layout {layout!r}, got {query.shape[1]}."
         )
     platform = abstract_platform(jax.sharding.get_abstract_mesh())
-    place = RingPlace(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards, platform)
+    info = RingInfo(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards, platform)
     seeds = _seeds(key_bits, query, batch_axis, head_axis)
     debug.report_nan(query=query, key=key, value=value)
-    spec, shard = _on_ring(make_spec, place, shape, query, key, value, segment_ids, seeds)
+    spec, shard = _on_ring(make_spec, info, shape, query, key, value, segment_ids, seeds)
     out = vjp.attention(spec, *shard).reshape(query.shape)
     debug.report_nan(output=out)
     return out
@@ -272,14 +272,14 @@ def _sharded_attention(
     key_bits: Array | None,
 ) -> Array:
     """Computes attention of global arrays on the devices of a ring."""
-    place = ring.place()
+    info = ring.info()
     is_checked = make_spec.keywords["implementation"] not in (
         "interpret_tpu",
         "interpret_gpu",
     )  # interpreted kernels lose the varying axes of their operands
     if all(ring.size(name) == 1 for name in ("axis_name", "batch_axis", "head_axis")):
         shard = jax.eval_shape(_shard, query, key, value, ids, None)
-        checked_plan(_spec(make_spec, shard, place))  # checks the memory budget
+        checked_plan(_spec(make_spec, shard, info))  # checks the memory budget
         if not any(axis for x in (query, key, value) for axis in jax.typeof(x).sharding.spec):
             return _on_one_device(make_spec, shape, query, key, value, ids, key_bits)
         local = functools.partial(_on_one_device, make_spec, shape)  # shard_map removes explicit axes from the types
@@ -287,7 +287,7 @@ def _sharded_attention(
 
     def on_device(query: Array, key: Array, value: Array, ids: Array | None, key_bits: Array | None) -> Array:
         seeds = _seeds(key_bits, query, ring.batch_axis, ring.head_axis)
-        spec, shard = _on_ring(make_spec, place, shape, query, key, value, ids, seeds)
+        spec, shard = _on_ring(make_spec, info, shape, query, key, value, ids, seeds)
         return vjp.attention(spec, *shard).reshape(query.shape)
 
     return _sharded(ring, on_device, ring.spec(), (query, key, value), ids, key_bits, is_checked)
@@ -311,7 +311,7 @@ def _sharded(
 
 def _on_ring(
     make_spec: _MakeSpec,
-    place: RingPlace,
+    info: RingInfo,
     shape: AttentionShape,
     query: Array,
     key: Array,
@@ -324,8 +324,8 @@ def _on_ring(
         if not jnp.can_cast(ids.dtype, jnp.int32):
             raise ValueError(f"`segment_ids` must have an integer dtype that fits int32 on a ring, got {ids.dtype}.")
         ids = ids.astype(jnp.int32)
-    (query, key, value, _), ids = match_vma((query, key, value, lax.axis_index(place.axis_name)), ids)
-    spec = _spec(make_spec, _shard(query, key, value, ids, seeds), place)
+    (query, key, value, _), ids = match_vma((query, key, value, lax.axis_index(info.axis_name)), ids)
+    spec = _spec(make_spec, _shard(query, key, value, ids, seeds), info)
     if shape.length < shape.stored_length:
         spec = spec._replace(seq_len=shape.length, has_ids=True)
         given = jnp.zeros_like(query, shape=query.shape[:2], dtype=jnp.int32) if ids is None else ids
@@ -333,10 +333,10 @@ def _on_ring(
     return spec, _shard(query, key, value, ids, seeds)
 
 
-def _spec(make_spec: _MakeSpec, shard: Shard, place: RingPlace | None = None) -> AttentionSpec:
+def _spec(make_spec: _MakeSpec, shard: Shard, info: RingInfo | None = None) -> AttentionSpec:
     """Returns the spec of an attention call of which a device holds this shard."""
     batch, length, kv_heads, q_per_kv, dim = shard.query.shape
-    ring = {} if place is None else dataclasses.asdict(place)
+    ring = {} if info is None else dataclasses.asdict(info)
     ring_size, head_shards = ring.pop("axis_size", 1), ring.get("head_shards", 1)
     return make_spec(
         seq_len=length * ring_size,

@@ -6,6 +6,7 @@ import dataclasses
 import math
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -15,7 +16,7 @@ from ringjax._src.validation import check_choice, check_instance, check_int, che
 
 
 @dataclasses.dataclass(frozen=True)
-class RingPlace:
+class RingInfo:
     """The ring of an attention call, as needed inside `jax.shard_map`."""
 
     axis_name: AxisName
@@ -101,9 +102,9 @@ class Ring:
         """Returns the partition spec of query, key, value and output."""
         return PartitionSpec(self.batch_axis, self.axis_name, self.head_axis, None)
 
-    def place(self) -> RingPlace:
+    def info(self) -> RingInfo:
         """Returns the description of the ring that code inside `jax.shard_map` uses."""
-        return RingPlace(
+        return RingInfo(
             self.axis_name,
             self.size("axis_name"),
             layout_for(self.layout, self.size("axis_name")),

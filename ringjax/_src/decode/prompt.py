@@ -16,7 +16,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
 from ringjax._src.comm.layout import layout_named
-from ringjax._src.comm.mesh import Ring, RingPlace
+from ringjax._src.comm.mesh import Ring, RingInfo
 from ringjax._src.decode.cache import (
     DecodeCache,
     cache_specs,
@@ -72,9 +72,9 @@ def prefill(
     key, value = jnp.asarray(key), jnp.asarray(value)
     offsets = jnp.asarray(offset_table(cache))
     if ring is None or ring.resolve().size == 1:
-        return _fill(cache, key, value, ends, offsets, place=None)
-    place = ring.place()
-    multiple = layout_named(place.layout).multiple(shards)
+        return _fill(cache, key, value, ends, offsets, info=None)
+    info = ring.info()
+    multiple = layout_named(info.layout).multiple(shards)
     if length % multiple:
         raise ValueError(
             f"`key` length must be a multiple of {multiple} for layout {ring.layout!r} on a ring of {shards}, "
@@ -82,7 +82,7 @@ def prefill(
         )
     specs, heads = cache_specs(cache, ring), PartitionSpec(None, ring.head_axis)
     in_specs = (specs, ring.spec(), ring.spec(), specs.lengths, heads)
-    fill = functools.partial(_fill, place=place)
+    fill = functools.partial(_fill, info=info)
     sharded = jax.shard_map(fill, mesh=ring.resolve(), in_specs=in_specs, out_specs=specs)
     return sharded(*reshard(ring, (cache, key, value, ends, offsets), in_specs))
 
@@ -102,10 +102,10 @@ def _check_prompt(cache: DecodeCache, key: Array, value: Array) -> tuple[int, in
 
 
 def _fill(
-    cache: DecodeCache, key: Array, value: Array, lengths: Array, offsets: Array, *, place: RingPlace | None
+    cache: DecodeCache, key: Array, value: Array, lengths: Array, offsets: Array, *, info: RingInfo | None
 ) -> DecodeCache:
-    """Fills the slots of one device; `place` is None without a ring."""
-    shards = 1 if place is None else place.axis_size
+    """Fills the slots of one device; `info` is None without a ring."""
+    shards = 1 if info is None else info.axis_size
     keys, values = [], []
     for i, (branch, held) in enumerate(zip(cache.branches, cache.keys, strict=True)):
         heads = slice(branch.first_head, branch.first_head + held.shape[1])
@@ -114,24 +114,24 @@ def _fill(
         position = begin[:, None, None] + inside[None]  # (B, K, S)
         position = jnp.where(position < lengths[:, None, None], position, -1)
         with jax.named_scope(f"prefill_{branch.segment_length}_{branch.rate}"):
-            keys.append(_rows_at(key[:, :, heads], position, place))
-            values.append(_rows_at(value[:, :, heads], position, place))
+            keys.append(_rows_at(key[:, :, heads], position, info))
+            values.append(_rows_at(value[:, :, heads], position, info))
     return dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), lengths=lengths)
 
 
-def _rows_at(x: Array, position: Array, place: RingPlace | None) -> Array:
+def _rows_at(x: Array, position: Array, info: RingInfo | None) -> Array:
     """Gathers rows of x (B, T, K, H) at positions (B, K, S), 0 at position -1; on a ring, for this device's slots."""
     index = position
-    if place is not None:
-        layout, me = layout_named(place.layout), lax.axis_index(place.axis_name)
+    if info is not None:
+        layout, me = layout_named(info.layout), lax.axis_index(info.axis_name)
         chunk = x.shape[1] // layout.chunks
         index = jnp.full_like(position, -1)
-        for nth, start in enumerate(layout.starts(me, place.axis_size, chunk)):
+        for nth, start in enumerate(layout.starts(me, info.axis_size, chunk)):
             is_here = (position >= start) & (position < start + chunk)
             index = jnp.where(is_here, position - start + nth * chunk, index)
     take = jax.vmap(jax.vmap(lambda x, i: jnp.take(x, i, axis=0, mode="clip"), (1, 0)))
     rows = jnp.where(index[..., None] >= 0, take(x, index), 0)
-    if place is None:
+    if info is None:
         return rows
     # each row comes from one device; the others contribute 0
-    return lax.psum_scatter(rows, place.axis_name, scatter_dimension=2, tiled=True)
+    return lax.psum_scatter(rows, info.axis_name, scatter_dimension=2, tiled=True)
