@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import jax.numpy as jnp
-from jax import Array
 
 from ringjax._src import dropout
 from ringjax._src import online_softmax as softmax
@@ -14,10 +12,10 @@ from ringjax._src.branches.protocol import InFlight, Kept, Shard
 from ringjax._src.dropout import RowHashes
 from ringjax._src.kernels.dispatch import attend, attend_bwd, delta
 from ringjax._src.kernels.interface import AttendConfig, Grads, Operands, Residuals
-from ringjax._src.kernels.packing import attend_bwd_packed, attend_keeping_rows
 from ringjax._src.kernels.xla import block_loop
 from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.planning.spec import AttentionSpec
+from ringjax._src.rows.packing import RowPacker
 from ringjax._src.rows.selection import RowSelection
 
 
@@ -45,11 +43,13 @@ class LocalBranch:
         kept = []
         for rows in self.parts:
             operands = self._operands(shard, rows)
-            if self._is_detached:
-                merged, out = attend_keeping_rows(attend, merged, operands, self._config)
-                kept.append(out)
+            if self.spec.pattern.mixing == "detached":
+                part = attend(softmax.empty_like(merged.out), operands, self._config(is_prior_empty=True))
+                merged = softmax.merge(merged, part)
+                packer = self._packer(rows)
+                kept.append(packer.pack(packer.view(part.out.astype(shard.query.dtype)), None, self.spec.q_per_kv))
             else:
-                merged = attend(merged, operands, self._config)
+                merged = attend(merged, operands, self._config(is_prior_empty=self.is_first))
         return merged, kept
 
     def start_bwd(self, shard: Shard, residuals: Residuals, kept: Kept) -> InFlight:
@@ -59,12 +59,13 @@ class LocalBranch:
         """Adds the gradients of the branch to `grads`."""
         for i, rows in enumerate(self.parts):
             operands = self._operands(shard, rows)
-            if self._is_detached:
-                grads = attend_bwd_packed(
-                    attend_bwd, grads, operands, residuals, self._config, own_delta=self._own_delta(kept[i])
-                )
-            else:
-                grads = attend_bwd(grads, operands, residuals, self._config)
+            if self.spec.pattern.mixing == "detached":
+                packer = self._packer(rows)
+                zeros = jnp.zeros_like(residuals.dout)
+                out = rows.put_view(zeros, *packer.add((rows.view(zeros),), (kept[i],)))
+                own_delta = delta(residuals.dout, out, residuals.lse.dtype, self.spec.attend_config)
+                residuals = residuals._replace(delta=own_delta, out=out)
+            grads = attend_bwd(grads, operands, residuals, self._config(is_prior_empty=self.is_first))
         return grads
 
     def count_tiles(self) -> int:
@@ -73,17 +74,12 @@ class LocalBranch:
         tasks = [self.spec.batch * rows.chunks * len(rows.heads) for rows in self.parts]
         return sum(num * int(loop.count_tiles()) for num, loop in zip(tasks, loops, strict=True))
 
-    @property
-    def _config(self) -> AttendConfig:
-        return dataclasses.replace(self.spec.attend_config, is_prior_empty=self.is_first)
+    def _config(self, *, is_prior_empty: bool) -> AttendConfig:
+        return dataclasses.replace(self.spec.attend_config, is_prior_empty=is_prior_empty)
 
-    @property
-    def _is_detached(self) -> bool:
-        return self.spec.pattern.mixing == "detached"
-
-    def _own_delta(self, out: Array) -> Callable[[Array], tuple[Array, Array]]:
-        acc = softmax.accumulator(out.dtype)
-        return lambda dout: (delta(dout, out, acc, self._config), out)
+    def _packer(self, rows: RowSelection) -> RowPacker:
+        starts = jnp.arange(rows.chunks, dtype=jnp.int32) * rows.chunk_length
+        return RowPacker(rows, self.spec.local_kv_heads, starts, chunks=1)
 
     def _operands(self, shard: Shard, rows: RowSelection) -> Operands:
         kv = shard.key, shard.value

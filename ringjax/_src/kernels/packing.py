@@ -1,7 +1,4 @@
-"""Attention to dense operands through packed copies of the selected rows.
-
-For implementations that need packed rows, and for branches that keep their own output.
-"""
+"""Attention to dense operands through packed copies of the selected rows, for implementations that need them."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from ringjax._src import online_softmax as softmax
 from ringjax._src.dropout import RowHashes
@@ -23,46 +19,24 @@ def attend_packed(
     attend: Callable[..., PartialSoftmax], prior: PartialSoftmax, operands: Operands, config: AttendConfig
 ) -> PartialSoftmax:
     """Merges the attention of the selected rows into `prior`, by an implementation for packed rows."""
-    return attend_keeping_rows(attend, prior, operands, config)[0]
-
-
-def attend_keeping_rows(
-    attend: Callable[..., PartialSoftmax], prior: PartialSoftmax, operands: Operands, config: AttendConfig
-) -> tuple[PartialSoftmax, Array]:
-    """Like `attend_packed`; also returns the output of the selected rows on their own, packed."""
     packed, packer = _packed(operands)
     empty = softmax.empty_like(jnp.zeros_like(packed.query, dtype=prior.lse.dtype))
     part = attend(empty, packed, dataclasses.replace(config, is_prior_empty=True))
     merged = packer.merge(PartialSoftmax(*(packer.rows.view(x) for x in prior)), part)
-    return PartialSoftmax(*(packer.rows.put_view(x, y) for x, y in zip(prior, merged, strict=True))), part.out
+    return PartialSoftmax(*(packer.rows.put_view(x, y) for x, y in zip(prior, merged, strict=True)))
 
 
 def attend_bwd_packed(
-    attend_bwd: Callable[..., Grads],
-    grads: Grads,
-    operands: Operands,
-    residuals: Residuals,
-    config: AttendConfig,
-    own_delta: Callable[[Array], tuple[Array, Array]] | None = None,
+    attend_bwd: Callable[..., Grads], grads: Grads, operands: Operands, residuals: Residuals, config: AttendConfig
 ) -> Grads:
-    """Adds the gradients of the selected rows to `grads`, by an implementation for packed rows.
-
-    Args:
-        attend_bwd: The implementation.
-        grads, operands, residuals, config: As for `attend_bwd`.
-        own_delta: Maps the packed `dout` to delta and output of the branch on its own, for mixing weights that are
-            constants; None for those of the joint output.
-    """
+    """Adds the gradients of the selected rows to `grads`, by an implementation for packed rows."""
     packed, packer = _packed(operands)
     q_per_kv, ids = operands.q_per_kv, packed.query_ids
     dout, lse, delta = (packer.pack(packer.view(x), ids, q_per_kv) for x in residuals[:3])
     given = Residuals(dout, lse[..., 0], delta[..., 0])
-    if own_delta is not None:
-        given = Residuals(dout, lse[..., 0], *own_delta(dout))
     zero_dq, zero_dkv = (jnp.zeros_like(x, dtype=lse.dtype) for x in (packed.query, packed.kv[0]))
-    dq, (dkv,) = attend_bwd(
-        Grads(zero_dq, (zero_dkv,)), packed, given, dataclasses.replace(config, is_prior_empty=True)
-    )
+    empty = Grads(zero_dq, (zero_dkv,))
+    dq, (dkv,) = attend_bwd(empty, packed, given, dataclasses.replace(config, is_prior_empty=True))
     dense = grads.query, *grads.kv
     sums = packer.add(tuple(packer.rows.view(x) for x in dense), (dq, *dkv))
     dq, *dense_kv = (packer.rows.put_view(x, y) for x, y in zip(dense, sums, strict=True))

@@ -23,11 +23,11 @@ from ringjax._src.kernels.interface import AttendConfig, Backend, Grads, Operand
 from ringjax._src.kernels.xla_blocks import BlockLoop, MaskInfo, State, attend_rows, attend_rows_bwd
 from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.rows.selection import RowSelection
-from ringjax._src.rows.slices import ColumnSlice, WindowSlice, from_bits, to_bits
+from ringjax._src.rows.slices import ChunkSlice, ColumnSlice, WindowSlice, from_bits, to_bits
 
 _TASK_ROWS = 2048  # short chunks are taken together up to about this many query rows
 
-Slice = ColumnSlice | WindowSlice
+Slice = ChunkSlice | ColumnSlice | WindowSlice
 
 
 def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> PartialSoftmax:
@@ -118,12 +118,11 @@ class _Tasks:
         )
 
     def view(self, x: Array) -> Array:
-        """Reshapes an array to the three axes that slices read: (chunks, rows, ...) if packed."""
+        """Reshapes an array to the axes that slices read: three if dense, (tasks, chunks, rows, ...) if packed."""
         if self.operands.pairs is None:
             return self.rows.dense_view(x)
-        chunks = self.operands.batch * self.operands.query.shape[1]
-        stacked = 2 if x.ndim == 5 else 1  # keys and values
-        return x.reshape(stacked * chunks, self.rows.num_rows, -1)
+        tasks = self.operands.batch * (2 if x.ndim == 5 else 1)  # keys and values are stacked
+        return x.reshape(tasks, self.operands.query.shape[1], self.rows.num_rows, -1)
 
     def load(self, at: _Task) -> _Rows:
         """Reads the rows of a task. Padding, which may hold NaN, is replaced by 0."""
@@ -191,9 +190,8 @@ class _Tasks:
         def one(which: Array, index: Array, state: State) -> State:
             entry = jnp.asarray(index, jnp.int32) * num
             head = entry // self.operands.tasks_per_head
-            query, key = (self._packed_slice(entry, chunk[which], num) for chunk in (pairs.query, pairs.key))
-            chunks = tasks * self.operands.query.shape[1]
-            value = key._replace(segment=key.segment + (chunks if len(self.operands.kv) == 1 else 0))
+            query, key = (ChunkSlice(entry, num, chunk[which]) for chunk in (pairs.query, pairs.key))
+            value = key if len(self.operands.kv) > 1 else key._replace(task=entry + tasks)
             at = _Task(query, key, value, query, key, jnp.asarray(counts)[head])
             if pairs.positions is not None and ranges is not None:
                 of_rows = (
@@ -213,12 +211,6 @@ class _Tasks:
         if len(pairs.query) == 1:
             return pair(jnp.int32(0), state)
         return lax.fori_loop(0, len(pairs.query), pair, state)
-
-    def _packed_slice(self, entry: Array, chunk: Array, num: int) -> ColumnSlice:
-        chunks, zero = self.operands.query.shape[1], jnp.zeros_like(entry)
-        if num == 1:
-            return ColumnSlice(entry * chunks + chunk, 1, zero, 1)
-        return ColumnSlice(entry * chunks, num, zero, 1, stride=chunks, nth=chunk)
 
     def _together(self, chunks: int) -> int:
         """Returns how many chunks are taken at once: one, unless they are so short that a block holds several."""

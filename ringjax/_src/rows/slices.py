@@ -1,14 +1,15 @@
 """Reading and writing the rows of one head inside a loop over heads.
 
-Each class reads rows (num, rows, width) of one head out of an array with three axes and writes them back:
+Each class reads rows (num, rows, width) of one head out of an array and writes them back:
 
 - `ColumnSlice`: the array is (segments, rows, columns * width). A row of the array holds ``r`` consecutive positions
   side by side, so the selected rows of a head are a column, which XLA slices in place.
 - `WindowSlice`: the array is (batch, length, heads * width). Rows are taken from a window of whole segments, so that
   nothing longer than a few segments is ever copied.
 - `RowGather`: the array is (batch, length, heads * width), and rows are gathered by index.
+- `ChunkSlice`: the array is (tasks, chunks, rows, width), already packed.
 
-The arrays have three axes because XLA:CPU copies arrays whose reshape leaves an axis of size 1 in the middle.
+Dense arrays have three axes because XLA:CPU copies arrays whose reshape leaves an axis of size 1 in the middle.
 """
 
 from __future__ import annotations
@@ -20,34 +21,21 @@ from jax import Array, lax
 
 
 class ColumnSlice(NamedTuple):
-    """Rows of one head in `num` segments starting at `segment`, `stride` segments apart."""
+    """Rows of one head in `num` segments starting at `segment`."""
 
     segment: Array
     num: int
     column: Array  # which of
     columns: int  # this many columns
-    stride: int = 1
-    nth: Array | int = 0  # with a stride: which segment of each group
 
     def read(self, x: Array) -> Array:
         """Returns rows (num, rows, width)."""
         width = x.shape[2] // self.columns
-        rows = lax.dynamic_slice(x, self._corner(width), (self.num * self.stride, x.shape[1], width))
-        if self.stride == 1:
-            return rows
-        return lax.dynamic_index_in_dim(self._grouped(rows), self.nth, axis=1, keepdims=False)
+        return lax.dynamic_slice(x, self._corner(width), (self.num, x.shape[1], width))
 
     def write(self, x: Array, rows: Array) -> Array:
         """Returns the array with these rows (num, rows, width) replaced."""
-        corner = self._corner(rows.shape[2])
-        if self.stride > 1:
-            old = lax.dynamic_slice(x, corner, (self.num * self.stride, *rows.shape[1:]))
-            groups = lax.dynamic_update_index_in_dim(self._grouped(old), rows, self.nth, axis=1)
-            rows = groups.reshape(old.shape)
-        return lax.dynamic_update_slice(x, rows, corner)
-
-    def _grouped(self, rows: Array) -> Array:
-        return rows.reshape(self.num, self.stride, *rows.shape[1:])
+        return lax.dynamic_update_slice(x, rows, self._corner(rows.shape[2]))
 
     def _corner(self, width: int) -> tuple[Array, Array, Array]:
         return self.segment, jnp.zeros_like(self.segment), self.column * width
@@ -105,6 +93,26 @@ class RowGather(NamedTuple):
         start = self.head * rows.shape[2]
         column = lax.dynamic_slice_in_dim(x, start, rows.shape[2], axis=2)
         return lax.dynamic_update_slice_in_dim(x, column.at[:, self.rows].set(rows, mode="drop"), start, axis=2)
+
+
+class ChunkSlice(NamedTuple):
+    """One chunk of `num` tasks starting at `task`."""
+
+    task: Array
+    num: int
+    chunk: Array
+
+    def read(self, x: Array) -> Array:
+        """Returns rows (num, rows, width)."""
+        return lax.dynamic_slice(x, self._corner(), (self.num, 1, *x.shape[2:]))[:, 0]
+
+    def write(self, x: Array, rows: Array) -> Array:
+        """Returns the array with these rows (num, rows, width) replaced."""
+        return lax.dynamic_update_slice(x, rows[:, None], self._corner())
+
+    def _corner(self) -> tuple[Array, Array, Array, Array]:
+        zero = jnp.zeros_like(self.task)
+        return self.task, self.chunk, zero, zero
 
 
 def to_bits(x: Array) -> Array:
