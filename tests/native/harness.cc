@@ -1,10 +1,10 @@
-// Drives the kernels without Python and XLA, to be run under sanitizers: many shapes against a naive computation.
+// Runs the kernels without Python and XLA, for sanitizers: compares many shapes with a naive computation.
 //
 //     harness [--plant overread|misaligned|race]
 //
-// Compiled with -DQUICK it has two of the four dtypes, and a list of shapes without random ones.
-// Arrays are allocated to the element, and rows that no task may read hold NaN. A planted fault must be reported.
-#ifdef __has_feature  // of clang
+// With -DQUICK, it checks two of the four dtypes and no random shapes. Arrays are allocated without slack, and rows
+// that no task may read are NaN. The sanitizers must report a planted fault.
+#ifdef __has_feature  // clang
 #if __has_feature(thread_sanitizer)
 #define __SANITIZE_THREAD__ 1
 #endif
@@ -16,7 +16,7 @@
 
 namespace ringjax {
 
-#ifdef __SANITIZE_THREAD__  // 20 times slower, and with a shadow of all address space that is reserved
+#ifdef __SANITIZE_THREAD__  // 20 times slower, and it shadows all reserved address space
 constexpr bool kIsThreadSanitizer = true;
 #else
 constexpr bool kIsThreadSanitizer = false;
@@ -37,15 +37,15 @@ void check(const Shape& shape, uint32_t seed) {
 }
 
 template <class T, class A>
-void check_delta(int64_t rows, int64_t dim, int threads) {
+void check_delta(int64_t num_rows, int64_t dim, int threads) {
   Pool pool(threads);
-  Rows<T> x(rows, dim, false, 0.5f), y(rows, dim, false, -0.25f);
-  Rows<A> sums(rows, 1, false, NAN);
-  run_delta(pool, x.data(), y.data(), sums.data(), rows, dim);
-  for (int64_t i = 0; i < rows; ++i) require(sums.data()[i] == -A(dim) / 8, "delta of " + std::to_string(dim));
+  Rows<T> dout(num_rows, dim, false, 0.5f), out(num_rows, dim, false, -0.25f);
+  Rows<A> delta(num_rows, 1, false, NAN);
+  run_delta(pool, dout.data(), out.data(), delta.data(), num_rows, dim);
+  for (int64_t i = 0; i < num_rows; ++i) require(delta.data()[i] == -A(dim) / 8, "delta of " + std::to_string(dim));
 }
 
-// Lets every allocation of a call fail once: it throws, the threads go on, and the next call is right.
+// Makes each allocation of a call fail once: the call throws, the threads survive, and the next call is correct.
 template <class T, class A>
 void check_memory(int threads) {
   Pool pool(threads);
@@ -54,7 +54,7 @@ void check_memory(int threads) {
   int64_t thrown = 0;
   auto fail = [&](auto run) {
     for (int64_t nth = 1, rest = 0; rest <= 0; ++nth) {
-      require(nth < 1000, "allocations of a call come to an end");
+      require(nth < 1000, "a call makes finitely many allocations");
       failing = nth;
       try {
         run();
@@ -71,7 +71,7 @@ void check_memory(int threads) {
   check<T, A>(shape, 2);
 }
 
-// Calls at once on one pool, as devices of one process make them.
+// Makes concurrent calls on one pool, like several devices of one process.
 void check_concurrent_calls() {
   Pool pool(3);
   std::vector<std::thread> callers;
@@ -86,7 +86,7 @@ void check_concurrent_calls() {
 
 template <class T, class A>
 void check_shapes() {
-  //  batch, length, kv_heads, group, dim, segment, rate, is_causal, has_ids, is_packed, threads, block
+  //  batch, length, kv_heads, q_per_kv, dim, segment, rate, is_causal, has_ids, is_packed, threads, query_block
   const Shape shapes[] = {
       {1, 1, 1, 1, 1, 1, 1, true},
       {1, 65, 1, 1, 3, 65, 1, true, false, false, 1, 64},
@@ -94,8 +94,8 @@ void check_shapes() {
       {1, 201, 3, 2, 20, 201, 2, true, false, false, 4, 64},     // ragged: heads select different numbers of rows
       {2, 150, 4, 3, 7, 75, 4, true, true, false, 2, 128},       // ids and padding
       {1, 140, 1, 4, 33, 140, 1, false, true, false, 4, 64},     // one task on several threads: two passes
-      {1, 70, 2, 2, 16, 70, 1, false, false, true, 2, 64},       // rows that have traveled
-      {2, 90, 2, 1, 24, 90, 1, true, true, true, 3, 256},        // the same, with ids, segments and positions
+      {1, 70, 2, 2, 16, 70, 1, false, false, true, 2, 64},       // packed rows
+      {2, 90, 2, 1, 24, 90, 1, true, true, true, 3, 256},        // packed rows with ids, segments and positions
       {1, 8, 5, 1, 256, 8, 16, false, false, false, 2, 256},     // heads that select no row
   };
   uint32_t seed = 0;
@@ -103,7 +103,7 @@ void check_shapes() {
   for (int64_t dim : {1, 5, 64}) check_delta<T, A>(2051, dim, 3);
 }
 
-// Positions up to the last that an int32 can tell, and rows far beyond 2**31 elements.
+// Positions up to the int32 limit, and rows far beyond 2**31 elements.
 template <class T, class A>
 void check_far_rows() {
   Shape shape{1, 100, 2, 1, 64, 100, 1, true, false, false, 2, 64};
@@ -119,22 +119,22 @@ void check_random_shapes(int num) {
     Shape shape;
     const int64_t segments = draw(1, 3);
     shape.batch = draw(1, 3), shape.segment = draw(1, 150), shape.length = shape.segment * segments;
-    shape.kv_heads = draw(1, 4), shape.group = draw(1, 3), shape.dim = nth % 8 ? draw(1, 48) : draw(49, 256);
+    shape.kv_heads = draw(1, 4), shape.q_per_kv = draw(1, 3), shape.dim = nth % 8 ? draw(1, 48) : draw(49, 256);
     shape.rate = draw(1, 5), shape.is_causal = draw(0, 1), shape.has_ids = draw(0, 1), shape.is_packed = draw(0, 3) == 0;
-    shape.threads = draw(1, 5), shape.block = 64 << draw(0, 3);
-    const int64_t rows = shape.segment / (shape.is_packed ? 1 : shape.rate);
-    if (shape.batch * segments * shape.kv_heads * shape.group * rows * rows * shape.dim < 4'000'000)
+    shape.threads = draw(1, 5), shape.query_block = 64 << draw(0, 3);
+    const int64_t num_rows = shape.segment / (shape.is_packed ? 1 : shape.rate);
+    if (shape.batch * segments * shape.kv_heads * shape.q_per_kv * num_rows * num_rows * shape.dim < 4'000'000)
       check<T, A>(shape, nth++);
   }
 }
 
-// Faults of a caller, to see that sanitizers notice what the kernels do with them.
+// Makes a call with invalid arguments, to check that the sanitizers detect the consequences in the kernels.
 void plant(const std::string& fault) {
   Pool pool(4);
   Example<float, float> example({1, 64, 64, 1, 8, 64, 1}, 0);
   Call<float, float>& call = example.call();
   std::vector<int32_t> tasks(call.tasks, call.tasks + 3 * call.num_tasks);
-  const int64_t size = call.num_tasks * call.rows * call.dim;
+  const int64_t size = call.num_tasks * call.num_rows * call.dim;
   std::vector<float> fewer(call.key, call.key + size - 1);
   if (fault == "overread") call.key = fewer.data();
   if (fault == "misaligned") call.query = reinterpret_cast<const float*>(reinterpret_cast<const char*>(call.query) + 1);
@@ -151,7 +151,7 @@ void check_dtype(const char* name) {
   for (int threads : {1, 3}) check_memory<T, A>(threads);
   if (!kIsThreadSanitizer) check_far_rows<T, A>();
   if (!kIsQuick) check_random_shapes<T, A>(kRandomShapes);
-  printf("%s: right\n", name);
+  printf("%s: correct\n", name);
 }
 
 }  // namespace ringjax

@@ -1,4 +1,4 @@
-// Preloaded by a test: lets the nth large aligned allocation from now on fail, as the kernels make one on each thread.
+// Preloaded by a test: makes the nth large aligned allocation from now on fail. The kernels make one per thread.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>

@@ -2,9 +2,9 @@
 
     python tests/native/sanitize.py [--quick]
 
-Compiles `harness.cc` with each sanitizer and runs it, and then runs it with planted faults, which must be reported. A
-compiler without a sanitizer's runtime is said so and passed over. The quick form takes two dtypes and a fixed list of
-shapes; the long one takes all dtypes, random shapes and the instruction sets that this processor has.
+Compiles `harness.cc` with each sanitizer and runs it, and then runs it with planted faults, which must be reported.
+Skips sanitizers whose runtime is missing, with a message. With `--quick`, checks two dtypes and a fixed list of shapes;
+otherwise all dtypes, random shapes too, and narrower instruction sets of this processor.
 """
 
 import argparse
@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 HERE = pathlib.Path(__file__).parent
 KERNELS = HERE.parents[1] / "ringjax" / "_src" / "kernels" / "cpu"
-SECONDS = 3600  # of one program; it takes one or two minutes, but the machine may be busy
+SECONDS = 3600  # limit per program; it takes one or two minutes on an idle machine
 FLAGS = ["-std=c++17", "-O1", "-g1", "-ffp-contract=fast", "-fno-omit-frame-pointer", "-pthread", "-w"]
 RUNTIMES = {"address,undefined": "address and undefined-behavior", "thread": "thread"}
-# what a sanitizer says of a planted fault
+# what a sanitizer reports for a planted fault
 PLANTED = {
     "address,undefined": {"overread": "heap-buffer-overflow", "misaligned": "misaligned address"},
     "thread": {"race": "data race"},
@@ -31,7 +31,7 @@ PLANTED = {
 
 
 class Build(NamedTuple):
-    """A program to make: sanitizers, and flags that choose the processor."""
+    """A program to compile: its sanitizers, and the flag that selects the processor."""
 
     sanitizers: str
     processor: str
@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def all_builds(is_quick: bool) -> list[Build]:
-    """The processor at hand, and in the long form narrower vectors too."""
+    """Returns the builds for this processor; unless quick, with narrower vectors too."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     native = "-march=native" if is_x86 else "-mcpu=native"
     builds = [Build(sanitizers, native) for sanitizers in RUNTIMES]
@@ -72,18 +72,18 @@ def all_builds(is_quick: bool) -> list[Build]:
 
 
 def wrapper(compiler: str, sanitizers: str, folder: pathlib.Path) -> list[str] | None:
-    """Returns the words with which programs of a sanitizer start, or None where its runtime does not work."""
+    """Returns the command prefix to run programs of a sanitizer with, or None if its runtime does not work."""
     program = folder / "empty"
     made = run([compiler, f"-fsanitize={sanitizers}", "-x", "c++", "-", "-o", str(program)], "int main() {}\n")
-    said = made
+    ran = made
     if made.returncode == 0:
-        # some kernels place memory where the thread sanitizer does not expect it, unless told not to
-        for start in ([], ["setarch", platform.machine(), "-R"]):
-            if not start or shutil.which(start[0]):
-                said = run([*start, str(program)])
-                if said.returncode == 0:
-                    return start
-    reason = next(iter(said.stdout.strip().splitlines()), "it fails without a message")
+        # the address space randomization of some operating systems conflicts with the thread sanitizer
+        for prefix in ([], ["setarch", platform.machine(), "-R"]):
+            if not prefix or shutil.which(prefix[0]):
+                ran = run([*prefix, str(program)])
+                if ran.returncode == 0:
+                    return prefix
+    reason = next(iter(ran.stdout.strip().splitlines()), "it fails without a message")
     print(f"SKIPPED: {compiler} has no working runtime of the {RUNTIMES[sanitizers]} sanitizers: {reason}", flush=True)
     return None
 
@@ -104,21 +104,21 @@ def compiled(compiler: str, build: Build, folder: pathlib.Path, is_quick: bool) 
     return program
 
 
-def check(build: Build, program: pathlib.Path | None, start: list[str]) -> bool:
-    """Whether a program runs without a report, and every planted fault with one."""
+def check(build: Build, program: pathlib.Path | None, prefix: list[str]) -> bool:
+    """Returns whether a program runs without a report, and whether every planted fault is reported."""
     if program is None:
         return False
-    found = run([*start, str(program)])
+    found = run([*prefix, str(program)])
     if found.returncode:
         print(f"FAILED: {build.name}: exit code {found.returncode}\n{found.stdout}", flush=True)
         return False
     for fault, report in PLANTED[build.sanitizers].items():
-        planted = run([*start, str(program), "--plant", fault])
+        planted = run([*prefix, str(program), "--plant", fault])
         if planted.returncode == 0 or report not in planted.stdout:
             print(f"FAILED: {build.name}: the planted fault {fault!r} was not reported\n{planted.stdout}", flush=True)
             return False
     faults = ", ".join(PLANTED[build.sanitizers])
-    print(f"ok: {build.name}: {found.stdout.count('right')} dtypes without a report; reported when planted: {faults}")
+    print(f"ok: {build.name}: {found.stdout.count('correct')} dtypes without a report; reported when planted: {faults}")
     return True
 
 

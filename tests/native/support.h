@@ -1,4 +1,4 @@
-// What the harness needs besides the kernels: memory that runs out, threads, and arrays allocated to the element.
+// What the harness needs besides the kernels: failing allocations, a thread pool, and arrays without slack.
 #pragma once
 
 #include <sys/mman.h>
@@ -13,7 +13,7 @@
 
 #include "passes.h"
 
-// ---------------------------------------------------------------------------------------------- memory that runs out
+// ------------------------------------------------------------------------------------------------- failing allocations
 // The nth allocation from now on fails; 0 for none.
 inline std::atomic<int64_t> failing{0};
 
@@ -39,7 +39,7 @@ inline void require(bool holds, const std::string& what) {
 }
 
 // ------------------------------------------------------------------------------------------------------------- threads
-// What the kernels use of XLA's thread pool.
+// The part of the interface of XLA's thread pool that the kernels use.
 class Pool {
  public:
   explicit Pool(int num) {
@@ -83,14 +83,14 @@ class Pool {
 };
 
 // -------------------------------------------------------------------------------------------------------------- arrays
-inline void narrow(float x, float* y) { *y = x; }
-inline void narrow(float x, double* y) { *y = x; }
-inline void narrow(float x, BFloat16* y) {
+inline void from_float(float x, float* y) { *y = x; }
+inline void from_float(float x, double* y) { *y = x; }
+inline void from_float(float x, BFloat16* y) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   y->bits = bits >> 16;
 }
-inline void narrow(float x, Float16* y) {  // of numbers that are normal, 0 or NaN
+inline void from_float(float x, Float16* y) {  // for normal numbers, 0 and NaN
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   const int exponent = int(bits >> 23 & 0xff) - 112;
@@ -98,11 +98,11 @@ inline void narrow(float x, Float16* y) {  // of numbers that are normal, 0 or N
   y->bits = (bits >> 16 & 0x8000) | rest;
 }
 
-// Rows of `dim` numbers; sparse ones take memory only where they are written, and may be far longer than the machine's.
+// Rows of `dim` numbers. Sparse arrays use memory only for pages that are written, and may exceed the machine's memory.
 template <class T>
 class Rows {
  public:
-  Rows(int64_t rows, int64_t dim, bool is_sparse, float fill) : size_(rows * dim), is_sparse_(is_sparse) {
+  Rows(int64_t num_rows, int64_t dim, bool is_sparse, float fill) : size_(num_rows * dim), is_sparse_(is_sparse) {
     if (is_sparse) {
       const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
       void* memory = mmap(nullptr, size_ * sizeof(T), PROT_READ | PROT_WRITE, flags, -1, 0);
@@ -111,7 +111,7 @@ class Rows {
       return;
     }
     data_ = static_cast<T*>(malloc(std::max<size_t>(1, size_ * sizeof(T))));
-    for (int64_t i = 0; i < size_; ++i) narrow(fill, data_ + i);
+    for (int64_t i = 0; i < size_; ++i) from_float(fill, data_ + i);
   }
   ~Rows() { is_sparse_ ? (void)munmap(data_, size_ * sizeof(T)) : free(data_); }
   Rows(const Rows&) = delete;

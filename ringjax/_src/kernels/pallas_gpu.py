@@ -78,7 +78,7 @@ def default_blocks(case: Case, *, is_bwd: bool, has_mask_inputs: bool = False) -
 
     Checked with the compilers for sm_80, sm_90 and sm_100.
     """
-    if case.dtype == "float32":  # no tensor cores: sums take registers
+    if case.dtype == "float32":  # no tensor cores: the sums are in registers
         sizes = 16, 32
     elif case.head_dim > 128:
         sizes = 32, 32
@@ -110,124 +110,141 @@ def _unavailable(is_requested: bool) -> str:
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def forward(prior: PartialSoftmax, rows: StridedRows, ranges: Array, config: KernelConfig) -> PartialSoftmax:
-    """Merges what the queries of all tasks find among their keys into `prior`, (rows, H) and (rows,), float32."""
-    kernel = functools.partial(_forward_kernel, at=_Program(config, rows))
+    """Merges the attention of all tasks into `prior`, (rows, H) and (rows,), float32."""
+    kernel = functools.partial(_forward_kernel, program=_Program(config, rows))
     out, lse = _call(kernel, "forward", rows, ranges, config.query_blocks, (), tuple(prior), config)
     return PartialSoftmax(out, lse)
 
 
-def _forward_kernel(tasks: Any, ranges: Any, *refs: Any, at: _Program) -> None:  # noqa: ANN401
-    here, inputs, (prior_out, prior_lse, out, lse) = at.begin(tasks, ranges, refs, at.config.query_blocks)
-    own = at.queries(here, inputs, here.block)
+def _forward_kernel(tasks: Any, ranges: Any, *refs: Any, program: _Program) -> None:  # noqa: ANN401
+    config = program.config
+    work, inputs, (prior_out, prior_lse, out, lse) = program.begin(tasks, ranges, refs, config.query_blocks)
+    queries = program.queries(work, inputs, work.block)
 
-    @pl.when(here.first < here.end)
+    @pl.when(work.first < work.end)
     def _() -> None:
-        q = at.read(inputs.query, own)
+        q = program.read(inputs.query, queries)
         part = PartialSoftmax(
-            at.read(prior_out, own), plgpu.load(prior_lse.at[own.where], mask=own.exists, other=-jnp.inf)
+            program.read(prior_out, queries),
+            plgpu.load(prior_lse.at[queries.indices], mask=queries.exists, other=-jnp.inf),
         )
 
         def step(block: Array, state: Running, is_masked: bool) -> Running:
-            keys = at.keys(here, inputs, block)
-            scores = dot(q, at.read(inputs.key, keys), 1, 1) * at.config.scale
+            keys = program.keys(work, inputs, block)
+            scores = dot(q, program.read(inputs.key, keys), 1, 1) * config.scale
             if is_masked:
-                scores = jnp.where(at.attends(own, keys, here), scores, -jnp.inf)
+                scores = jnp.where(program.attends(queries, keys, work), scores, -jnp.inf)
             state, weights = softmax.rescale(state, scores)
-            v = at.read(inputs.value, keys, at.config.value_shift)
+            v = program.read(inputs.value, keys, config.value_shift)
             return Running(
                 state.acc + dot(weights.astype(v.dtype), v, 1, 0), state.max, state.denominator + weights.sum(axis=1)
             )
 
-        state = at.over_span(step, softmax.resume(part), here, masked_first=False)
-        found = softmax.finish(state)
-        at.write(out, own, found.out)
-        plgpu.store(lse.at[own.where], found.lse, mask=own.exists)
+        state = program.for_range(step, softmax.resume(part), work, masked_first=False)
+        part = softmax.finish(state)
+        program.write(out, queries, part.out)
+        plgpu.store(lse.at[queries.indices], part.lse, mask=queries.exists)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def query_gradient(
     dq: Array, rows: StridedRows, given: tuple[Array, ...], ranges: Array, config: KernelConfig
 ) -> Array:
-    """Adds the gradient of the queries to `dq` (rows, H), float32, from the joint lse and delta (rows,)."""
-    kernel = functools.partial(_query_gradient_kernel, at=_Program(config, rows))
+    """Adds the gradient of the queries to `dq` (rows, H), float32, from dout, lse and delta."""
+    kernel = functools.partial(_query_gradient_kernel, program=_Program(config, rows))
     (dq,) = _call(kernel, "query_gradient", rows, ranges, config.query_blocks, given, (dq,), config)
     return dq
 
 
-def _query_gradient_kernel(tasks: Any, ranges: Any, *refs: Any, at: _Program) -> None:  # noqa: ANN401
-    here, inputs, (dout, lse, delta, prior, dq) = at.begin(tasks, ranges, refs, at.config.query_blocks)
-    own = at.queries(here, inputs, here.block)
+def _query_gradient_kernel(tasks: Any, ranges: Any, *refs: Any, program: _Program) -> None:  # noqa: ANN401
+    config = program.config
+    work, inputs, (dout, lse, delta, prior, dq) = program.begin(tasks, ranges, refs, config.query_blocks)
+    queries = program.queries(work, inputs, work.block)
 
-    @pl.when(here.first < here.end)
+    @pl.when(work.first < work.end)
     def _() -> None:
-        q, dout_rows, lse_rows, delta_rows = at.read_queries(inputs, own, dout, lse, delta)
+        q, dout_rows, lse_rows, delta_rows = program.read_queries(inputs, queries, dout, lse, delta)
 
         def step(block: Array, acc: Array, is_masked: bool) -> Array:
-            keys = at.keys(here, inputs, block)
-            k = at.read(inputs.key, keys)
-            scores = dot(q, k, 1, 1) * at.config.scale
+            keys = program.keys(work, inputs, block)
+            k = program.read(inputs.key, keys)
+            scores = dot(q, k, 1, 1) * config.scale
             if is_masked:
-                scores = jnp.where(at.attends(own, keys, here), scores, -jnp.inf)
+                scores = jnp.where(program.attends(queries, keys, work), scores, -jnp.inf)
             probs = jnp.exp(scores - lse_rows[:, None])
-            dprobs = dot(dout_rows, at.read(inputs.value, keys, at.config.value_shift), 1, 1) / at.config.output_divisor
+            dprobs = dot(dout_rows, program.read(inputs.value, keys, config.value_shift), 1, 1) / config.output_divisor
             dscores = probs * (dprobs - delta_rows[:, None])
             return acc + dot(dscores.astype(k.dtype), k, 1, 0)
 
-        acc = at.over_span(step, jnp.zeros(q.shape, jnp.float32), here, masked_first=False)
-        at.write(dq, own, at.read(prior, own) + acc * at.config.scale)
+        acc = program.for_range(step, jnp.zeros(q.shape, jnp.float32), work, masked_first=False)
+        program.write(dq, queries, program.read(prior, queries) + acc * config.scale)
 
 
 @functools.partial(jax.jit, static_argnames=("config",))
 def key_gradient(
     dkv: tuple[Array, ...], rows: StridedRows, given: tuple[Array, ...], ranges: Array, config: KernelConfig
 ) -> tuple[Array, ...]:
-    """Adds the gradients of keys and values to `dkv`, one array or two like `rows.kv`, float32."""
-    kernel = functools.partial(_key_gradient_kernel, at=_Program(config, rows, is_over_queries=False))
+    """Adds the gradients of keys and values to `dkv`, one array or two as in `rows.kv`, float32."""
+    kernel = functools.partial(_key_gradient_kernel, program=_Program(config, rows, is_over_queries=False))
     return tuple(_call(kernel, "key_gradient", rows, ranges, config.key_blocks, given, dkv, config))
 
 
-def _key_gradient_kernel(tasks: Any, ranges: Any, *refs: Any, at: _Program) -> None:  # noqa: ANN401
-    here, inputs, (dout, lse, delta, *sums) = at.begin(tasks, ranges, refs, at.config.key_blocks)
+def _key_gradient_kernel(tasks: Any, ranges: Any, *refs: Any, program: _Program) -> None:  # noqa: ANN401
+    config = program.config
+    work, inputs, (dout, lse, delta, *sums) = program.begin(tasks, ranges, refs, config.key_blocks)
     priors, outs = sums[: len(sums) // 2], sums[len(sums) // 2 :]
-    own = at.keys(here, inputs, here.block)
-    shift = at.config.value_shift
+    keys = program.keys(work, inputs, work.block)
+    shift = config.value_shift
 
-    @pl.when(here.first < here.end)
+    @pl.when(work.first < work.end)
     def _() -> None:
-        k, v = at.read(inputs.key, own), at.read(inputs.value, own, shift)
+        k, v = program.read(inputs.key, keys), program.read(inputs.value, keys, shift)
 
         def step(block: Array, state: tuple[Array, Array], is_masked: bool) -> tuple[Array, Array]:
             dk, dv = state
-            queries = at.queries(here, inputs, block)
-            q, dout_rows, lse_rows, delta_rows = at.read_queries(inputs, queries, dout, lse, delta)
-            scores = dot(k, q, 1, 1) * at.config.scale
+            queries = program.queries(work, inputs, block)
+            q, dout_rows, lse_rows, delta_rows = program.read_queries(inputs, queries, dout, lse, delta)
+            scores = dot(k, q, 1, 1) * config.scale
             if is_masked:
-                scores = jnp.where(at.attends(queries, own, here, is_transposed=True), scores, -jnp.inf)
+                scores = jnp.where(program.attends(queries, keys, work, is_transposed=True), scores, -jnp.inf)
             probs = jnp.exp(scores - lse_rows[None, :])
             dv += dot(probs.astype(dout_rows.dtype), dout_rows, 1, 0)
-            dscores = probs * (dot(v, dout_rows, 1, 1) / at.config.output_divisor - delta_rows[None, :])
+            dscores = probs * (dot(v, dout_rows, 1, 1) / config.output_divisor - delta_rows[None, :])
             return dk + dot(dscores.astype(q.dtype), q, 1, 0), dv
 
         zero = jnp.zeros(k.shape, jnp.float32)
-        dk, dv = at.over_span(step, (zero, zero), here, masked_first=True)
-        at.write(outs[0], own, at.read(priors[0], own) + dk * at.config.scale)
-        at.write(outs[-1], own, at.read(priors[-1], own, shift) + dv / at.config.output_divisor, shift)
+        dk, dv = program.for_range(step, (zero, zero), work, masked_first=True)
+        program.write(outs[0], keys, program.read(priors[0], keys) + dk * config.scale)
+        program.write(outs[-1], keys, program.read(priors[-1], keys, shift) + dv / config.output_divisor, shift)
 
 
-class _Here(NamedTuple):
-    """What one program works on: its task and block, and what the ranges say of them."""
+class _Work(NamedTuple):
+    """The work of one program: its task, its block, and the range of blocks that it iterates over.
+
+    Attributes:
+        query_start: Position of the first query row of the task.
+        key_start: Position of the first key row of the task.
+        head: Key/value head of the task.
+        block: The block of the program, of queries or of keys.
+        first: First block of the range.
+        whole: Boundary between blocks that need a mask and blocks that do not, see `blocks`.
+        end: Last block of the range + 1.
+        row_count: Key rows of the task.
+    """
 
     query_start: Array
     key_start: Array
-    column: Array
+    head: Array
     block: Array
     first: Array
     whole: Array
     end: Array
-    present: Array  # key rows
+    row_count: Array
 
 
 class _Inputs(NamedTuple):
+    """References to the rows, and to the mask inputs or None."""
+
     query: Any
     key: Any
     value: Any
@@ -236,103 +253,103 @@ class _Inputs(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """Rows of a block: where they stand, which of them are there, their numbers, and their marks."""
+    """Rows of a block: their indices in the array, whether they exist, their rows ``m``, and their mask inputs."""
 
-    where: Array
+    indices: Array
     exists: Array
-    number: Array
-    marks: list[Array]
+    row: Array
+    mask_inputs: list[Array]
 
 
 class _Program:
-    """How a kernel finds its rows."""
+    """Finds, reads and writes the rows of a program."""
 
     def __init__(self, config: KernelConfig, rows: StridedRows, *, is_over_queries: bool = True) -> None:
         self.is_over_queries = is_over_queries
         self.config, self.dim = config, rows.query.shape[1]
-        self.arrays = len(rows.kv)
-        self.has_inputs = rows.query_inputs is not None
+        self.num_kv_arrays = len(rows.kv)
+        self.has_mask_inputs = rows.query_inputs is not None
         self.width = 1 << (self.dim - 1).bit_length()
 
-    def begin(self, tasks: Any, ranges: Any, refs: tuple[Any, ...], blocks: int) -> tuple[_Here, _Inputs, list[Any]]:  # noqa: ANN401
-        """Place and inputs of this program, and the references that are left."""
-        program = pl.program_id(0)
-        task, nth = quotient(program, blocks), program - quotient(program, blocks) * blocks
-        is_reversed = self.config.is_causal and self.is_over_queries  # the longest come first
+    def begin(self, tasks: Any, ranges: Any, refs: tuple[Any, ...], blocks: int) -> tuple[_Work, _Inputs, list[Any]]:  # noqa: ANN401
+        """Returns work and inputs of this program, and the remaining references."""
+        program_id = pl.program_id(0)
+        task, nth = quotient(program_id, blocks), program_id - quotient(program_id, blocks) * blocks
+        is_reversed = self.config.is_causal and self.is_over_queries  # the blocks with the longest ranges come first
         block = blocks - 1 - nth if is_reversed else nth
         head = quotient(task, self.config.tasks_per_head)
         starts = tasks[task, 0], tasks[task, 1], tasks[task, 2]
-        span = ranges[head, 0, block], ranges[head, 1, block], ranges[head, 2, block], ranges[head, 3, block]
-        here = _Here(*starts, block, *span)
-        query, *kv = refs[: 1 + self.arrays]
-        rest = list(refs[1 + self.arrays :])
-        marks = (rest.pop(0), rest.pop(0)) if self.has_inputs else (None, None)
-        return here, _Inputs(query, kv[0], kv[-1], *marks), rest
+        block_range = ranges[head, 0, block], ranges[head, 1, block], ranges[head, 2, block], ranges[head, 3, block]
+        work = _Work(*starts, block, *block_range)
+        query, *kv = refs[: 1 + self.num_kv_arrays]
+        rest = list(refs[1 + self.num_kv_arrays :])
+        mask_inputs = (rest.pop(0), rest.pop(0)) if self.has_mask_inputs else (None, None)
+        return work, _Inputs(query, kv[0], kv[-1], *mask_inputs), rest
 
-    def queries(self, here: _Here, inputs: _Inputs, block: Array) -> _Block:
-        """The query rows of a block."""
-        row = block * self.config.blocks.query + jnp.arange(self.config.blocks.query, dtype=jnp.int32)
-        number = quotient(row, self.config.q_per_kv)
-        position = here.query_start + number * self.config.stride
-        exists, marks = self._marked(inputs.query_inputs, position, number < here.present)
+    def queries(self, work: _Work, inputs: _Inputs, block: Array) -> _Block:
+        """Returns the query rows of a block."""
+        number = block * self.config.blocks.query + jnp.arange(self.config.blocks.query, dtype=jnp.int32)  # m * G + g
+        row = quotient(number, self.config.q_per_kv)
+        position = work.query_start + row * self.config.stride
+        exists, mask_inputs = self._load_mask_inputs(inputs.query_inputs, position, row < work.row_count)
         index = (
-            (position * self.config.kv_heads + here.column) * self.config.q_per_kv + row - number * self.config.q_per_kv
+            (position * self.config.kv_heads + work.head) * self.config.q_per_kv + number - row * self.config.q_per_kv
         )
-        return _Block(index, exists, number, marks)
+        return _Block(index, exists, row, mask_inputs)
 
-    def keys(self, here: _Here, inputs: _Inputs, block: Array) -> _Block:
-        """The key rows of a block."""
-        number = block * self.config.blocks.key + jnp.arange(self.config.blocks.key, dtype=jnp.int32)
-        position = here.key_start + number * self.config.stride
-        exists, marks = self._marked(inputs.key_inputs, position, number < here.present)
-        return _Block(position * self.config.kv_heads + here.column, exists, number, marks)
+    def keys(self, work: _Work, inputs: _Inputs, block: Array) -> _Block:
+        """Returns the key rows of a block."""
+        row = block * self.config.blocks.key + jnp.arange(self.config.blocks.key, dtype=jnp.int32)
+        position = work.key_start + row * self.config.stride
+        exists, mask_inputs = self._load_mask_inputs(inputs.key_inputs, position, row < work.row_count)
+        return _Block(position * self.config.kv_heads + work.head, exists, row, mask_inputs)
 
-    def _marked(self, marks: Any, position: Array, exists: Array) -> tuple[Array, list[Array]]:  # noqa: ANN401
-        """Rows with a first mark below 0 are not there: they are padding, which may hold anything."""
-        if marks is None:
+    def _load_mask_inputs(self, ref: Any, position: Array, exists: Array) -> tuple[Array, list[Array]]:  # noqa: ANN401
+        """Returns which rows exist, and their mask inputs; rows with a negative first input are padding, never read."""
+        if ref is None:
             return exists, []
-        lines = range(len(self.config.mask_rules))
-        found = [plgpu.load(marks.at[i, position], mask=exists, other=-1) for i in lines]
-        return exists & (found[0] >= 0), found
+        rules = range(len(self.config.mask_rules))
+        mask_inputs = [plgpu.load(ref.at[i, position], mask=exists, other=-1) for i in rules]
+        return exists & (mask_inputs[0] >= 0), mask_inputs
 
-    def attends(self, queries: _Block, keys: _Block, here: _Here, *, is_transposed: bool = False) -> Array:
-        """Which pairs (M, S) see each other; (S, M) if transposed."""
-        mine = (lambda x: x[None, :]) if is_transposed else (lambda x: x[:, None])
-        theirs = (lambda x: x[:, None]) if is_transposed else (lambda x: x[None, :])
-        marks = [mine(x) for x in queries.marks], [theirs(x) for x in keys.marks]
-        return self.config.attends(mine(queries.number), theirs(keys.number), here.present, *marks)
+    def attends(self, queries: _Block, keys: _Block, work: _Work, *, is_transposed: bool = False) -> Array:
+        """Returns the mask of a pair of blocks, (M, S), or (S, M) if transposed."""
+        of_query = (lambda x: x[None, :]) if is_transposed else (lambda x: x[:, None])
+        of_key = (lambda x: x[:, None]) if is_transposed else (lambda x: x[None, :])
+        mask_inputs = [of_query(x) for x in queries.mask_inputs], [of_key(x) for x in keys.mask_inputs]
+        return self.config.attends(of_query(queries.row), of_key(keys.row), work.row_count, *mask_inputs)
 
     def read(self, ref: Any, rows: _Block, shift: int = 0) -> Array:  # noqa: ANN401
-        """The rows of a block, 0 where they are not there."""
-        where, mask = self._where(rows, shift)
-        return plgpu.load(ref.at[where], mask=mask, other=0)
+        """Reads the rows of a block, with 0 for rows that do not exist."""
+        index, mask = self._index(rows, shift)
+        return plgpu.load(ref.at[index], mask=mask, other=0)
 
     def write(self, ref: Any, rows: _Block, x: Array, shift: int = 0) -> None:  # noqa: ANN401
-        """Puts rows where they stand."""
-        where, mask = self._where(rows, shift)
-        plgpu.store(ref.at[where], x, mask=mask)
+        """Writes the rows of a block."""
+        index, mask = self._index(rows, shift)
+        plgpu.store(ref.at[index], x, mask=mask)
 
     def read_queries(self, inputs: _Inputs, rows: _Block, dout: Any, lse: Any, delta: Any) -> tuple[Array, ...]:  # noqa: ANN401
-        """Queries, cotangent, lse and delta of a block."""
-        numbers = (plgpu.load(x.at[rows.where], mask=rows.exists, other=y) for x, y in ((lse, jnp.inf), (delta, 0.0)))
+        """Reads query, dout, lse and delta of a block."""
+        numbers = (plgpu.load(x.at[rows.indices], mask=rows.exists, other=y) for x, y in ((lse, jnp.inf), (delta, 0.0)))
         return self.read(inputs.query, rows), self.read(dout, rows), *numbers
 
-    def _where(self, rows: _Block, shift: int) -> tuple[tuple[Array, Array], Array]:
+    def _index(self, rows: _Block, shift: int) -> tuple[tuple[Array, Array], Array]:
         column = jnp.arange(self.width, dtype=jnp.int32)[None, :]
         mask = rows.exists[:, None]
-        return ((rows.where + shift)[:, None], column), mask if self.width == self.dim else mask & (column < self.dim)
+        return ((rows.indices + shift)[:, None], column), mask if self.width == self.dim else mask & (column < self.dim)
 
-    def over_span(self, step: Callable[..., Any], state: Any, here: _Here, *, masked_first: bool) -> Any:  # noqa: ANN401
-        """Runs `step` on the blocks of the span, with a mask where one is needed."""
+    def for_range(self, step: Callable[..., Any], state: Any, work: _Work, *, masked_first: bool) -> Any:  # noqa: ANN401
+        """Runs `step` on the blocks of the range, with a mask for blocks that need one."""
         run = lambda low, high, state, is_masked: lax.fori_loop(  # noqa: E731
             low, high, lambda block, state: step(block, state, is_masked), state
         )
         if not self.config.needs_mask:
-            return run(here.first, here.end, state, False)
+            return run(work.first, work.end, state, False)
         if self.config.mask_rules:
-            return run(here.first, here.end, state, True)
-        state = run(here.first, here.whole, state, masked_first)
-        return run(here.whole, here.end, state, not masked_first)
+            return run(work.first, work.end, state, True)
+        state = run(work.first, work.whole, state, masked_first)
+        return run(work.whole, work.end, state, not masked_first)
 
 
 def _call(
@@ -345,9 +362,9 @@ def _call(
     sums: tuple[Array, ...],
     config: KernelConfig,
 ) -> list[Array]:
-    """Calls a kernel that adds to `sums` in place, with a program for each block of each task."""
-    marks = () if rows.query_inputs is None else (rows.query_inputs, rows.key_inputs)
-    inputs = (rows.tasks, ranges, rows.query, *rows.kv, *marks, *given)
+    """Calls a kernel that adds to `sums` in place, with one program per block of a task."""
+    mask_inputs = () if rows.query_inputs is None else (rows.query_inputs, rows.key_inputs)
+    inputs = (rows.tasks, ranges, rows.query, *rows.kv, *mask_inputs, *given)
     call = pl.pallas_call(
         kernel,
         out_shape=[shaped_like(x, *inputs) for x in sums],

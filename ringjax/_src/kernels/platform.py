@@ -1,8 +1,8 @@
-"""Code for one platform inside programs that are lowered for several.
+"""Lowers kernels for their platform only, in programs that are lowered for several platforms.
 
-`jax.lax.platform_dependent` chooses a branch when a program runs, but where a program is exported for several platforms
-it lowers every branch for each of them, and a kernel has no lowering for another platform than its own. Here a kernel
-is lowered for its own platform only; elsewhere zeros, which no one reads, stand in its place.
+`jax.lax.platform_dependent` selects a branch when a program runs. If a program is exported for several platforms, every
+branch is lowered for each of them, but a kernel can be lowered only for its own platform. For the others, this module
+lowers it to zeros, which are never read.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ Given = TypeVar("Given")
 
 
 def on_its_platform(platform: str, call: Callable[..., Sequence[Array]], *arrays: Array, sums: int) -> list[Array]:
-    """What `call(*arrays)` gives, traced and lowered for one platform only.
+    """Returns ``call(*arrays)``, traced and lowered for one platform only.
 
     Args:
         platform: ``"tpu"``, ``"cuda"`` or ``"cpu"``.
-        call: Gives arrays of the types of its last `sums` arguments; it closes over no array.
+        call: Returns arrays with the shapes and dtypes of its last `sums` arguments. It must not close over arrays.
         *arrays: Its arguments.
-        sums: How many results it has.
+        sums: Number of its results.
     """
     return _kernel.bind(*arrays, platform=platform, call=call, sums=sums)
 
 
 def refused(given: Given, reason: str) -> Given:
-    """In the place of a computation on a platform that cannot do it: lowering it raises `NotImplementedError`."""
+    """Returns `given`, for a platform without an implementation: lowering it raises `NotImplementedError`."""
     leaves, tree = jax.tree.flatten(given)
-    return jax.tree.unflatten(tree, _refuse.bind(*leaves, reason=reason))
+    return jax.tree.unflatten(tree, _unsupported.bind(*leaves, reason=reason))
 
 
 _kernel = core.Primitive("ringjax_kernel")
@@ -47,7 +47,7 @@ _kernel.def_abstract_eval(lambda *avals, platform, call, sums: avals[-sums:])
 _kernel.def_impl(lambda *arrays, platform, call, sums: jax.jit(call)(*arrays))
 
 
-def _batched(
+def _batch_kernel(
     arrays: Sequence[Array],
     axes: Sequence[int | None],
     *,
@@ -65,7 +65,7 @@ def _batched(
     return on_its_platform(platform, _mapped(call, tuple(in_axes)), *given, *last, sums=sums), [0] * sums
 
 
-# the same function for the same call, so that what JAX compiled for it is found again
+# cached, because JAX finds compiled programs by the identity of the function
 @functools.lru_cache(maxsize=256)
 def _mapped(call: Callable[..., Sequence[Array]], in_axes: tuple[int | None, ...]) -> Callable[..., Sequence[Array]]:
     return jax.vmap(call, in_axes=in_axes)
@@ -73,12 +73,12 @@ def _mapped(call: Callable[..., Sequence[Array]], in_axes: tuple[int | None, ...
 
 def _no_derivative(*_: Any, **__: Any) -> NoReturn:  # noqa: ANN401
     raise NotImplementedError(
-        'The kernels have a gradient and no further derivatives: use `implementation="xla"` for second derivatives.'
+        'The kernels support first derivatives only: use `implementation="xla"` for second derivatives.'
     )
 
 
 def _lower(on: str | None) -> Callable[..., Any]:
-    """The lowering rule for one platform, or for all others."""
+    """Returns the lowering rule for one platform, or with None for all others."""
 
     def rule(ctx: Any, *arrays: Any, platform: str, call: Callable[..., Sequence[Array]], sums: int) -> Any:  # noqa: ANN401
         if platform != on:
@@ -86,13 +86,13 @@ def _lower(on: str | None) -> Callable[..., Any]:
         if platform == "cpu":
             if ctx.module_context.lowering_parameters.for_export:
                 raise NotImplementedError(
-                    'The kernels on CPU are compiled where they run and cannot be exported: use `implementation="xla"` '
-                    "or set RINGJAX_NATIVE=0, to leave CPUs to plain XLA, with kernels on other platforms."
+                    "The CPU kernels are compiled on the machine that runs them and cannot be exported: use "
+                    '`implementation="xla"` or set RINGJAX_NATIVE=0, which uses plain XLA on CPU and kernels elsewhere.'
                 )
-            # over which axes arrays vary does not matter any more, and the call knows nothing of them
+            # without varying manual axes, which the call does not support and lowering no longer needs
             plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
             return mlir.lower_fun(call)(ctx.replace(avals_in=plain, avals_out=plain[-sums:]), *arrays)
-        # Kernels on TPU have no 64-bit numbers. JAX warns that its Triton lowering is to go: no caller can help it.
+        # TPU kernels have no 64-bit types. JAX warns that its Triton lowering is deprecated: callers cannot avoid that.
         with jax.enable_x64(False), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
             try:
@@ -101,7 +101,7 @@ def _lower(on: str | None) -> Callable[..., Any]:
                 if "automatically partitioned" not in str(error):
                     raise
                 raise NotImplementedError(
-                    "Kernels on TPU cannot be partitioned by the compiler: tell how arrays are sharded, by "
+                    "The TPU kernels cannot be partitioned by the compiler: tell how arrays are sharded, by "
                     "`ring=Ring(mesh, batch_axis=...)` (its ring axis may have one device), or use "
                     '`implementation="xla"`.'
                 ) from error
@@ -109,25 +109,25 @@ def _lower(on: str | None) -> Callable[..., Any]:
     return rule
 
 
-batching.primitive_batchers[_kernel] = _batched
+batching.primitive_batchers[_kernel] = _batch_kernel
 ad.primitive_jvps[_kernel] = _no_derivative
 mlir.register_lowering(_kernel, _lower(None))
 for _platform in (*PLATFORMS, "cpu"):
     mlir.register_lowering(_kernel, _lower(_platform), platform=_platform)
 
-_refuse = core.Primitive("ringjax_refuse")
-_refuse.multiple_results = True
-_refuse.def_abstract_eval(lambda *avals, reason: avals)
+_unsupported = core.Primitive("ringjax_unsupported")
+_unsupported.multiple_results = True
+_unsupported.def_abstract_eval(lambda *avals, reason: avals)
 
 
 def _raise(*_: Any, reason: str) -> NoReturn:  # noqa: ANN401
     raise NotImplementedError(reason)
 
 
-def _refuse_batched(arrays: Sequence[Array], axes: Sequence[int], *, reason: str) -> tuple[Any, Sequence[int]]:
-    return _refuse.bind(*arrays, reason=reason), axes
+def _batch_unsupported(arrays: Sequence[Array], axes: Sequence[int], *, reason: str) -> tuple[Any, Sequence[int]]:
+    return _unsupported.bind(*arrays, reason=reason), axes
 
 
-_refuse.def_impl(_raise)
-batching.primitive_batchers[_refuse] = _refuse_batched
-mlir.register_lowering(_refuse, lambda ctx, *_, reason: _raise(reason=reason))
+_unsupported.def_impl(_raise)
+batching.primitive_batchers[_unsupported] = _batch_unsupported
+mlir.register_lowering(_unsupported, lambda ctx, *_, reason: _raise(reason=reason))

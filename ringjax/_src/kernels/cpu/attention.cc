@@ -1,4 +1,4 @@
-// What XLA calls: reads the arguments of a call, runs the pass on the threads of XLA, and reports errors.
+// The handlers that XLA calls: they read the arguments, run a pass on the threads of XLA, and report errors.
 #include <exception>
 #include <new>
 #include <string>
@@ -10,12 +10,13 @@ namespace ringjax {
 
 namespace ffi = xla::ffi;
 
-// The n-th result, which takes the place of an argument, one of the last, and holds it to begin with.
-void* continued(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t nth) {
+// Returns the memory of the nth result, initialized with the argument that it aliases: results alias the last
+// arguments, but XLA may still provide other memory.
+void* initialized_result(ffi::RemainingArgs& args, ffi::RemainingRets& rets, size_t nth) {
   const auto prior = args.get<ffi::AnyBuffer>(args.size() - rets.size() + nth).value();
-  void* sum = rets.get<ffi::AnyBuffer>(nth).value()->untyped_data();
-  if (sum != prior.untyped_data()) std::memcpy(sum, prior.untyped_data(), prior.size_bytes());
-  return sum;
+  void* result = rets.get<ffi::AnyBuffer>(nth).value()->untyped_data();
+  if (result != prior.untyped_data()) std::memcpy(result, prior.untyped_data(), prior.size_bytes());
+  return result;
 }
 
 template <class T, class A>
@@ -24,34 +25,36 @@ ffi::Error run(ffi::ThreadPool& pool, ffi::RemainingArgs& args, ffi::RemainingRe
   Call<T, A> call{};
   auto buffer = [&](size_t i) { return args.get<ffi::AnyBuffer>(i).value(); };
   auto number = [&](const char* name) { return attrs.get<int64_t>(name).value(); };
-  if (number("tile") != kTile) return ffi::Error::InvalidArgument("ringjax was compiled for tiles of another size");
-  const auto tasks = buffer(0), spans = buffer(1), query = buffer(2), query_marks = buffer(5), key_marks = buffer(6);
+  if (number("key_block") != kTile)
+    return ffi::Error::InvalidArgument("ringjax: `key_block` of a CPU kernel must be " + std::to_string(kTile) +
+                                       ", got " + std::to_string(number("key_block")));
+  const auto tasks = buffer(0), ranges = buffer(1), query = buffer(2), query_inputs = buffer(5), key_inputs = buffer(6);
   call.tasks = static_cast<const int32_t*>(tasks.untyped_data());
-  call.spans = static_cast<const int32_t*>(spans.untyped_data());
+  call.kv_block_ranges = static_cast<const int32_t*>(ranges.untyped_data());
   call.query = static_cast<const T*>(query.untyped_data());
   call.key = static_cast<const T*>(buffer(3).untyped_data());
   call.value = static_cast<const T*>(buffer(4).untyped_data());
-  call.query_marks = static_cast<const int32_t*>(query_marks.untyped_data());
-  call.key_marks = static_cast<const int32_t*>(key_marks.untyped_data());
-  call.lines = query_marks.dimensions()[0];
-  call.query_positions = query_marks.dimensions()[1];
-  call.key_positions = key_marks.dimensions()[1];
+  call.query_inputs = static_cast<const int32_t*>(query_inputs.untyped_data());
+  call.key_inputs = static_cast<const int32_t*>(key_inputs.untyped_data());
+  call.num_mask_inputs = query_inputs.dimensions()[0];
+  call.query_positions = query_inputs.dimensions()[1];
+  call.key_positions = key_inputs.dimensions()[1];
   call.num_tasks = tasks.dimensions()[0];
-  call.query_blocks = spans.dimensions()[2];
+  call.num_query_blocks = ranges.dimensions()[2];
   call.dim = query.dimensions()[1];
-  call.rows = number("rows");
-  call.group = number("group");
-  call.head_tasks = number("head_tasks");
-  call.step = number("step");
-  call.heads = number("heads");
+  call.num_rows = number("num_rows");
+  call.q_per_kv = number("q_per_kv");
+  call.tasks_per_head = number("tasks_per_head");
+  call.stride = number("stride");
+  call.kv_heads = number("kv_heads");
   call.value_shift = number("value_shift");
-  call.block = number("block");
-  call.before = number("before");
+  call.query_block = number("query_block");
+  call.before_rules = number("before_rules");
   call.is_causal = number("is_causal");
   call.scale = static_cast<A>(attrs.get<double>("scale").value());
-  call.share = A{1} / static_cast<A>(number("divisor"));
+  call.output_factor = A{1} / static_cast<A>(number("output_divisor"));
   A* sums[3];
-  for (size_t i = 0; i < rets.size(); ++i) sums[i] = static_cast<A*>(continued(args, rets, i));
+  for (size_t i = 0; i < rets.size(); ++i) sums[i] = static_cast<A*>(initialized_result(args, rets, i));
   if (!is_backward) {
     call.out = sums[0];
     call.lse = sums[1];
@@ -89,7 +92,7 @@ ffi::Error run_pass(Pass pass, ffi::ThreadPool& pool, ffi::RemainingArgs& args, 
 template <Pass pass>
 ffi::Error dispatch(ffi::ThreadPool& pool, ffi::RemainingArgs& args, ffi::RemainingRets& rets,
                     ffi::Dictionary& attrs) {
-  const size_t rows = pass == Pass::kDelta ? 0 : 2;  // the argument that tells the dtype
+  const size_t rows = pass == Pass::kDelta ? 0 : 2;  // an argument of the dtype of the rows
   switch (args.get<ffi::AnyBuffer>(rows).value().element_type()) {
     case ffi::F32:
       return run_pass<float, float>(pass, pool, args, rets, attrs);
@@ -100,11 +103,11 @@ ffi::Error dispatch(ffi::ThreadPool& pool, ffi::RemainingArgs& args, ffi::Remain
     case ffi::F16:
       return run_pass<Float16, float>(pass, pool, args, rets, attrs);
     default:
-      return ffi::Error::InvalidArgument("ringjax takes float32, float64, bfloat16 and float16");
+      return ffi::Error::InvalidArgument("ringjax: the CPU kernels support float32, float64, bfloat16 and float16");
   }
 }
 
-// What XLA calls. An exception must not leave it: XLA is compiled without them, and the process would end.
+// Converts exceptions to errors: XLA is compiled without exceptions, so one that escaped would terminate the process.
 template <Pass pass>
 ffi::Error guarded(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, ffi::Dictionary attrs) {
   try {

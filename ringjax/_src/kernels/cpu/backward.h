@@ -1,4 +1,4 @@
-// The backward pass, from the joint lse and delta: P = exp(scores - lse).
+// The backward pass, from the lse and delta of all branches: P = exp(scores - lse).
 #pragma once
 
 #include <vector>
@@ -7,42 +7,45 @@
 
 namespace ringjax {
 
-// A tile of queries with all that its gradient needs; `q` is scaled, `dout` divided.
+// A tile of queries with the operands of its gradient. `q` is multiplied by the scale, `dout` divided by the output
+// divisor.
 template <class A>
 struct GradientTile {
-  Tile<A> at;
-  A *q, *q_turned, *dout, *dout_turned, *lse, *delta, *dq;
+  Tile<A> queries;
+  A *q, *q_transposed, *dout, *dout_transposed, *lse, *delta, *dq;
 
   static int64_t size(int64_t width) { return 5 * kTile * width + 2 * kTile; }
 
   template <class T>
-  void fill(const Call<T, A>& call, const Task<T, A>& task, int64_t row, int64_t present) {
-    at.fill(call, task, row, present);
-    turn(q_turned, call.query, at, call.dim, call.scale);
-    turn(dout_turned, call.dout, at, call.dim, call.share);
-    copy(q, call.width(), call.query, at.index, at.columns, call.dim, call.scale);
-    copy(dout, call.width(), call.dout, at.index, at.columns, call.dim, call.share);
+  void fill(const Call<T, A>& call, const Task<T, A>& task, int64_t start, int64_t row_count) {
+    queries.fill(call, task, start, row_count);
+    gather_transposed(q_transposed, call.query, queries, call.dim, call.scale);
+    gather_transposed(dout_transposed, call.dout, queries, call.dim, call.output_factor);
+    gather(q, call.width(), call.query, queries.index, queries.columns, call.dim, call.scale);
+    gather(dout, call.width(), call.dout, queries.index, queries.columns, call.dim, call.output_factor);
     for (int i = 0; i < kTile; ++i) {
-      lse[i] = at.index[i] < 0 ? std::numeric_limits<A>::infinity() : call.lse_in[at.index[i]];
-      delta[i] = at.index[i] < 0 ? A{0} : call.delta[at.index[i]];
+      const int64_t index = queries.index[i];
+      lse[i] = index < 0 ? std::numeric_limits<A>::infinity() : call.lse_in[index];
+      delta[i] = index < 0 ? A{0} : call.delta[index];
     }
     std::fill(dq, dq + call.dim * kTile, A{0});
   }
 };
 
-// Scores (num, kTile) become probabilities, and the gradients of probabilities those of scores.
+// Replaces scores (num, kTile) by probabilities, and gradients of the probabilities by gradients of the scores.
 template <class A>
 void to_gradients(A* scores, A* gradients, const A* lse, const A* delta, int64_t num, int columns) {
   for (int j = 0; j < columns; j += kLanes<A>) {
-    const Floats<A> own_lse = load<A>(lse + j), own_delta = load<A>(delta + j);
-    for (int64_t at = j; at < num * kTile; at += kTile) {
-      const Floats<A> p = exponential(load<A>(scores + at) - own_lse);
-      store<A>(scores + at, p);
-      store<A>(gradients + at, p * (load<A>(gradients + at) - own_delta));
+    const Floats<A> lane_lse = load<A>(lse + j), lane_delta = load<A>(delta + j);
+    for (int64_t i = j; i < num * kTile; i += kTile) {
+      const Floats<A> p = exponential(load<A>(scores + i) - lane_lse);
+      store<A>(scores + i, p);
+      store<A>(gradients + i, p * (load<A>(gradients + i) - lane_delta));
     }
   }
 }
 
+// Adds rows (num, width) to the rows with these indices; -1 is skipped.
 template <class A>
 void add_rows(A* to, const int64_t* index, const A* rows, int64_t width, int64_t num, int64_t dim) {
   for (int64_t i = 0; i < num; ++i) {
@@ -52,16 +55,16 @@ void add_rows(A* to, const int64_t* index, const A* rows, int64_t width, int64_t
   }
 }
 
-// Adds the gradients of query blocks [block, block_end) and key rows [key, key_end) of a task: those of the queries, of
-// the keys, or both.
+// Adds the gradients of the attention of query blocks [block, block_end) to key rows [key, key_end) of a task: those of
+// queries, those of keys and values, or both.
 template <class T, class A>
 class Backward {
  public:
   Backward(const Call<T, A>& call)
       : call_(call),
         width_(call.width()),
-        scratch_(4 * kTile * width_ + 2 * kTile * kTile + call.tiles() * GradientTile<A>::size(width_)),
-        tiles_(call.tiles()) {
+        scratch_(4 * kTile * width_ + 2 * kTile * kTile + call.max_tiles() * GradientTile<A>::size(width_)),
+        tiles_(call.max_tiles()) {
     keys_.k = scratch_.take(kTile * width_);
     keys_.v = scratch_.take(kTile * width_);
     dk_ = scratch_.take(kTile * width_);
@@ -69,52 +72,53 @@ class Backward {
     scores_ = scratch_.take(kTile * kTile);
     gradients_ = scratch_.take(kTile * kTile);
     for (auto& tile : tiles_) {
-      for (A** rows : {&tile.q, &tile.q_turned, &tile.dout, &tile.dout_turned, &tile.dq})
+      for (A** rows : {&tile.q, &tile.q_transposed, &tile.dout, &tile.dout_transposed, &tile.dq})
         *rows = scratch_.take(kTile * width_);
       tile.lse = scratch_.take(kTile);
       tile.delta = scratch_.take(kTile);
     }
   }
 
-  void run(int64_t number, int64_t block, int64_t block_end, int64_t key, int64_t key_end, bool of_queries,
+  void run(int64_t task_number, int64_t block, int64_t block_end, int64_t key, int64_t key_end, bool of_queries,
            bool of_keys) {
-    const Task<T, A> task(call_, number);
+    const Task<T, A> task(call_, task_number);
     for (; block < block_end; ++block) {
-      const auto span = task.span(block);
-      const int64_t end = std::min(span.end, key_end);
-      const int64_t start = std::max(span.first, key);
-      if (start >= end) continue;
-      const int64_t begin = block * call_.block;
-      const int64_t num = call_.tiles_of(begin);
-      for (int64_t t = 0; t < num; ++t) tiles_[t].fill(call_, task, begin + t * kTile, span.present);
-      for (int64_t row = start; row < end; row += kTile) {
-        keys_.fill(call_, task, row, end, span.present);
-        meet(task, num, of_queries, of_keys);
+      const auto range = task.key_range(block);
+      const int64_t end = std::min(range.end, key_end);
+      const int64_t first = std::max(range.first, key);
+      if (first >= end) continue;
+      const int64_t start = block * call_.query_block;
+      const int64_t num_tiles = call_.num_tiles(start);
+      for (int64_t t = 0; t < num_tiles; ++t) tiles_[t].fill(call_, task, start + t * kTile, range.row_count);
+      for (int64_t row = first; row < end; row += kTile) {
+        keys_.fill(call_, task, row, end, range.row_count);
+        attend(task, num_tiles, of_queries, of_keys);
       }
-      for (int64_t t = 0; of_queries && t < num; ++t) write_queries(tiles_[t]);
+      for (int64_t t = 0; of_queries && t < num_tiles; ++t) write_queries(tiles_[t]);
     }
   }
 
  private:
-  void meet(const Task<T, A>& task, int64_t num, bool of_queries, bool of_keys) {
+  // Adds the gradients of all tiles and the key block.
+  void attend(const Task<T, A>& task, int64_t num_tiles, bool of_queries, bool of_keys) {
     const int64_t dim = call_.dim;
     if (of_keys) {
       std::fill(dk_, dk_ + kTile * width_, A{0});
       std::fill(dv_, dv_ + kTile * width_, A{0});
     }
-    for (int64_t t = 0; t < num; ++t) {
+    for (int64_t t = 0; t < num_tiles; ++t) {
       GradientTile<A>& tile = tiles_[t];
-      const int64_t seen = keys_.seen_by(call_, tile.at);
-      const int columns = tile.at.columns;
-      if (!seen) continue;
-      product<A>(seen, columns, scores_, kTile, keys_.k, width_, 1, tile.q_turned, kTile, dim, false);
-      keys_.mask(call_, task, tile.at, scores_, seen);
-      product<A>(seen, columns, gradients_, kTile, keys_.v, width_, 1, tile.dout_turned, kTile, dim, false);
-      to_gradients(scores_, gradients_, tile.lse, tile.delta, seen, columns);
-      if (of_queries) product<A>(dim, columns, tile.dq, kTile, keys_.k, 1, width_, gradients_, kTile, seen, true);
+      const int64_t num_keys = keys_.num_keys_for(call_, tile.queries);
+      const int columns = tile.queries.columns;
+      if (!num_keys) continue;
+      product<A>(num_keys, columns, scores_, kTile, keys_.k, width_, 1, tile.q_transposed, kTile, dim, false);
+      keys_.mask(call_, task, tile.queries, scores_, num_keys);
+      product<A>(num_keys, columns, gradients_, kTile, keys_.v, width_, 1, tile.dout_transposed, kTile, dim, false);
+      to_gradients(scores_, gradients_, tile.lse, tile.delta, num_keys, columns);
+      if (of_queries) product<A>(dim, columns, tile.dq, kTile, keys_.k, 1, width_, gradients_, kTile, num_keys, true);
       if (!of_keys) continue;
-      product<A>(seen, width_, dv_, width_, scores_, kTile, 1, tile.dout, width_, columns, true);
-      product<A>(seen, width_, dk_, width_, gradients_, kTile, 1, tile.q, width_, columns, true);
+      product<A>(num_keys, width_, dv_, width_, scores_, kTile, 1, tile.dout, width_, columns, true);
+      product<A>(num_keys, width_, dk_, width_, gradients_, kTile, 1, tile.q, width_, columns, true);
     }
     if (!of_keys) return;
     add_rows(call_.dk, keys_.index, dk_, width_, keys_.num, dim);
@@ -123,8 +127,9 @@ class Backward {
 
   void write_queries(const GradientTile<A>& tile) {
     for (int i = 0; i < kTile; ++i) {
-      if (tile.at.index[i] < 0) continue;
-      A* row = call_.dq + tile.at.index[i] * call_.dim;
+      const int64_t index = tile.queries.index[i];
+      if (index < 0) continue;
+      A* row = call_.dq + index * call_.dim;
       for (int64_t h = 0; h < call_.dim; ++h) row[h] += tile.dq[h * kTile + i] * call_.scale;
     }
   }
@@ -133,7 +138,7 @@ class Backward {
   const int64_t width_;
   Scratch<A> scratch_;
   std::vector<GradientTile<A>> tiles_;
-  Keys<A> keys_;
+  KeyBlock<A> keys_;
   A *dk_, *dv_, *scores_, *gradients_;
 };
 

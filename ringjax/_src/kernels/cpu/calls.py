@@ -1,4 +1,4 @@
-"""Calls the C++ kernels on CPU, which read the rows of a branch in place."""
+"""Calls the C++ kernels on CPU, which read the rows of a task in place."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ringjax._src.kernels.platform import on_its_platform
 from ringjax._src.online_softmax import PartialSoftmax
 
 LIMITS = Limits(("bfloat16", "float16", "float32", "float64"), min_dim=1, min_rows=1, min_block=64)
-_KEY_ROWS = LIMITS.min_block  # of a block, as the kernels are written; they refuse another number
-_QUERY_ROWS, _QUERY_ROWS_BWD = 512, 256  # of a block: all that it needs fits the second-level cache of a core
+_KEY_ROWS = LIMITS.min_block  # per block; a constant of the kernels, which check it
+_QUERY_ROWS, _QUERY_ROWS_BWD = 512, 256  # per block; the operands of a block fit in the L2 cache of a core
 
 
 def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> PartialSoftmax:
@@ -26,7 +26,7 @@ def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> P
     kernel = kernel_config(operands, config, Blocks(_QUERY_ROWS, _KEY_ROWS))
     out, lse = flat(prior.out), prior.lse.reshape(-1)
     for which in range(num_pairs(operands)):
-        out, lse = _call("forward", (*_inputs(operands, which, kernel), out, lse), sums=2, **_numbers(kernel))
+        out, lse = _call("forward", (*_inputs(operands, which, kernel), out, lse), sums=2, **_attributes(kernel))
     return PartialSoftmax(out.reshape(prior.out.shape), lse.reshape(prior.lse.shape))
 
 
@@ -38,21 +38,20 @@ def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: A
     sums = [flat(x) for x in arrays]
     for which in range(num_pairs(operands)):
         inputs = *_inputs(operands, which, kernel), *given, *sums
-        sums = _call("backward", inputs, sums=len(sums), **_numbers(kernel))
+        sums = _call("backward", inputs, sums=len(sums), **_attributes(kernel))
     dq, *dkv = (x.reshape(y.shape) for x, y in zip(sums, arrays, strict=True))
     return Grads(dq, tuple(dkv))
 
 
 def delta(dout: Array, out: Array, dtype: jnp.dtype) -> Array:
-    """The same as `softmax.delta`, summed in the order in which `backward` sums products with values.
+    """Computes `softmax.delta`, summed in the order in which the backward kernel sums products with values.
 
-    Where a query sees one key, output and value are equal (but for rounding, where grouped heads divide by a number
-    that is no power of two), and so are the two sums, to the last bit: their difference, the gradient of the score,
-    is 0.
+    If a query attends to a single key, its output equals the value (except for rounding if the output divisor is not a
+    power of two), so both sums are bitwise identical, and their difference, the gradient of the score, is exactly 0.
     """
-    rows = [x.reshape(-1, x.shape[-1]) for x in (dout, out)]
-    (found,) = _call("delta", (*rows, jnp.zeros_like(rows[0][:, 0], dtype=dtype)), sums=1)
-    return found.reshape(dout.shape[:-1])
+    rows = [flat(x) for x in (dout, out)]
+    (sums,) = _call("delta", (*rows, jnp.zeros_like(rows[0][:, 0], dtype=dtype)), sums=1)
+    return sums.reshape(dout.shape[:-1])
 
 
 def _inputs(operands: Operands, which: int, config: KernelConfig) -> tuple[Array, ...]:
@@ -62,39 +61,39 @@ def _inputs(operands: Operands, which: int, config: KernelConfig) -> tuple[Array
     return rows.tasks, ranges, rows.query, rows.kv[0], rows.kv[-1], *mask_inputs
 
 
-def _numbers(config: KernelConfig) -> dict[str, np.integer | np.floating]:
-    """Returns the attributes that the kernels read."""
-    numbers = {
-        "rows": config.num_rows,
-        "group": config.q_per_kv,
-        "head_tasks": config.tasks_per_head,
+def _attributes(config: KernelConfig) -> dict[str, np.integer | np.floating]:
+    """Returns the attributes that the kernels read, see attention.cc."""
+    integers = {
+        "num_rows": config.num_rows,
+        "q_per_kv": config.q_per_kv,
+        "tasks_per_head": config.tasks_per_head,
         "is_causal": config.is_causal,
-        "before": sum(1 << i for i, rule in enumerate(config.mask_rules) if rule == "before"),
-        "block": config.blocks.query,
-        "tile": config.blocks.key,
-        "divisor": config.output_divisor,
-        "step": config.stride,
-        "heads": config.kv_heads,
+        "before_rules": sum(1 << i for i, rule in enumerate(config.mask_rules) if rule == "before"),
+        "query_block": config.blocks.query,
+        "key_block": config.blocks.key,
+        "output_divisor": config.output_divisor,
+        "stride": config.stride,
+        "kv_heads": config.kv_heads,
         "value_shift": config.value_shift,
     }
-    return {"scale": np.float64(config.scale), **{name: np.int64(number) for name, number in numbers.items()}}
+    return {"scale": np.float64(config.scale), **{name: np.int64(integer) for name, integer in integers.items()}}
 
 
-def _call(name: str, arrays: tuple[Array, ...], *, sums: int, **numbers: np.integer | np.floating) -> list[Array]:
-    """Calls a kernel whose results take the place of the last `sums` arrays."""
-    return on_its_platform("cpu", _kernel(name, sums, tuple(numbers.items())), *arrays, sums=sums)
+def _call(name: str, arrays: tuple[Array, ...], *, sums: int, **attributes: np.integer | np.floating) -> list[Array]:
+    """Calls a kernel whose results alias the last `sums` arrays."""
+    return on_its_platform("cpu", _kernel(name, sums, tuple(attributes.items())), *arrays, sums=sums)
 
 
-# the same function for the same call, so that what JAX compiled for it is found again
+# cached, because JAX finds compiled programs by the identity of the function
 @functools.lru_cache(maxsize=256)
 def _kernel(
-    name: str, sums: int, numbers: tuple[tuple[str, np.integer | np.floating], ...]
+    name: str, sums: int, attributes: tuple[tuple[str, np.integer | np.floating], ...]
 ) -> Callable[..., Sequence[Array]]:
     def call(*arrays: Array) -> Sequence[Array]:
         shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in arrays[-sums:]]
         aliases = {len(arrays) - sums + i: i for i in range(sums)}
-        made = jax.ffi.ffi_call(f"ringjax_{name}", shapes, vmap_method="sequential", input_output_aliases=aliases)
-        return made(*arrays, **dict(numbers))
+        ffi_call = jax.ffi.ffi_call(f"ringjax_{name}", shapes, vmap_method="sequential", input_output_aliases=aliases)
+        return ffi_call(*arrays, **dict(attributes))
 
     return call
 

@@ -1,4 +1,4 @@
-// The forward pass: an online softmax of one tile after the other over blocks of keys.
+// The forward pass: an online softmax of the tiles of a query block over key blocks.
 #pragma once
 
 #include <vector>
@@ -7,108 +7,110 @@
 
 namespace ringjax {
 
-// The softmax under way of one tile.
+// State of the online softmax of one tile, as `Running` in online_softmax.py: `acc` and `denominator` are scaled by
+// exp(-max).
 template <class A>
 struct Running {
-  A *q, *acc, *peak, *total;
+  A *q, *acc, *max, *denominator;
 
   void start(int64_t dim) {
     std::fill(acc, acc + dim * kTile, A{0});
-    std::fill(peak, peak + kTile, -std::numeric_limits<A>::infinity());
-    std::fill(total, total + kTile, A{0});
+    std::fill(max, max + kTile, -std::numeric_limits<A>::infinity());
+    std::fill(denominator, denominator + kTile, A{0});
   }
 
-  // Scores (num, kTile) become weights, and the sums are brought to their peak.
+  // Updates the maximum, rescales the sums to it, and replaces the scores (num, kTile) by exp(scores - max).
   void rescale(A* scores, int64_t num, int columns, int64_t dim) {
-    bool rises = false;
-    alignas(64) A decay[kTile];
+    bool is_rescaled = false;
+    alignas(64) A decays[kTile];
     for (int j = 0; j < columns; j += kLanes<A>) {
-      const Floats<A> old = load<A>(peak + j);
-      Floats<A> most = old;
+      const Floats<A> old_max = load<A>(max + j);
+      Floats<A> new_max = old_max;
       for (int64_t i = 0; i < num; ++i) {
         const Floats<A> x = load<A>(scores + i * kTile + j);
-        most = most > x ? most : x;
+        new_max = new_max > x ? new_max : x;
       }
-      store<A>(peak + j, most);
-      const Floats<A> finite = most > -std::numeric_limits<A>::infinity() ? most : Floats<A>{};
-      const Floats<A> fall = exponential(old - finite);
+      store<A>(max + j, new_max);
+      const Floats<A> finite = new_max > -std::numeric_limits<A>::infinity() ? new_max : Floats<A>{};
+      const Floats<A> decay = exponential(old_max - finite);
       Floats<A> sum{};
       for (int64_t i = 0; i < num; ++i) {
         const Floats<A> weight = exponential(load<A>(scores + i * kTile + j) - finite);
         store<A>(scores + i * kTile + j, weight);
         sum += weight;
       }
-      store<A>(total + j, load<A>(total + j) * fall + sum);
-      store<A>(decay + j, fall);
-      for (int lane = 0; lane < kLanes<A>; ++lane) rises |= fall[lane] != 1;
+      store<A>(denominator + j, load<A>(denominator + j) * decay + sum);
+      store<A>(decays + j, decay);
+      for (int lane = 0; lane < kLanes<A>; ++lane) is_rescaled |= decay[lane] != 1;
     }
-    if (!rises) return;
+    if (!is_rescaled) return;
     for (int64_t h = 0; h < dim; ++h)
       for (int j = 0; j < columns; j += kLanes<A>)
-        store<A>(acc + h * kTile + j, load<A>(acc + h * kTile + j) * load<A>(decay + j));
+        store<A>(acc + h * kTile + j, load<A>(acc + h * kTile + j) * load<A>(decays + j));
   }
 
-  // Merges the partial of lane `i` into a row, as `ringjax.softmax.merge` does; rounded once, at the end.
+  // Merges the partial softmax of lane `i` into a row, as `merge` in online_softmax.py; rounded once, at the end.
   void merge(int i, A* out, A* lse, int64_t dim) const {
-    if (total[i] == 0) return;
-    const double all = total[i], found = peak[i] + std::log(all), other = *lse;
-    const double lighter = std::exp(-std::abs(found - other)), portion = lighter / (1 + lighter);  // NaN if one is
-    *lse = static_cast<A>((found > other ? found : other) + std::log1p(lighter));
+    if (denominator[i] == 0) return;
+    const double sum = denominator[i], new_lse = max[i] + std::log(sum), prior_lse = *lse;
+    const double lighter = std::exp(-std::abs(new_lse - prior_lse));
+    const double portion = lighter / (1 + lighter);  // NaN if either lse is
+    *lse = static_cast<A>((new_lse > prior_lse ? new_lse : prior_lse) + std::log1p(lighter));
     for (int64_t h = 0; h < dim; ++h) {
-      const double mine = acc[h * kTile + i] / all, old = out[h];
-      out[h] = static_cast<A>(found > other ? mine + (old - mine) * portion : old + (mine - old) * portion);
+      const double x = acc[h * kTile + i] / sum, prior = out[h];
+      out[h] = static_cast<A>(new_lse > prior_lse ? x + (prior - x) * portion : prior + (x - prior) * portion);
     }
   }
 };
 
-// Merges what the queries of a block find among their keys into what they found before.
+// Merges the attention of one query block of a task into the output and lse.
 template <class T, class A>
 class Forward {
  public:
   Forward(const Call<T, A>& call)
       : call_(call),
         width_(call.width()),
-        scratch_(2 * kTile * width_ + kTile * kTile + call.tiles() * (2 * call.dim + 2) * kTile),
-        tiles_(call.tiles()),
-        states_(call.tiles()) {
+        scratch_(2 * kTile * width_ + kTile * kTile + call.max_tiles() * (2 * call.dim + 2) * kTile),
+        tiles_(call.max_tiles()),
+        states_(call.max_tiles()) {
     keys_.k = scratch_.take(kTile * width_);
     keys_.v = scratch_.take(kTile * width_);
     scores_ = scratch_.take(kTile * kTile);
     for (auto& state : states_) {
       state.q = scratch_.take(call.dim * kTile);
       state.acc = scratch_.take(call.dim * kTile);
-      state.peak = scratch_.take(kTile);
-      state.total = scratch_.take(kTile);
+      state.max = scratch_.take(kTile);
+      state.denominator = scratch_.take(kTile);
     }
   }
 
-  void run(int64_t number, int64_t block) {
-    const Task<T, A> task(call_, number);
-    const auto span = task.span(block);
-    const int64_t begin = block * call_.block, dim = call_.dim;
-    const int64_t num = call_.tiles_of(begin);
-    if (span.first >= span.end) return;
-    for (int64_t t = 0; t < num; ++t) {
-      tiles_[t].fill(call_, task, begin + t * kTile, span.present);
-      turn(states_[t].q, call_.query, tiles_[t], dim, call_.scale);
+  void run(int64_t task_number, int64_t query_block) {
+    const Task<T, A> task(call_, task_number);
+    const auto range = task.key_range(query_block);
+    const int64_t start = query_block * call_.query_block, dim = call_.dim;
+    const int64_t num_tiles = call_.num_tiles(start);
+    if (range.first >= range.end) return;
+    for (int64_t t = 0; t < num_tiles; ++t) {
+      tiles_[t].fill(call_, task, start + t * kTile, range.row_count);
+      gather_transposed(states_[t].q, call_.query, tiles_[t], dim, call_.scale);
       states_[t].start(dim);
     }
-    for (int64_t row = span.first; row < span.end; row += kTile) {
-      keys_.fill(call_, task, row, span.end, span.present);
-      for (int64_t t = 0; t < num; ++t) {
-        const int64_t seen = keys_.seen_by(call_, tiles_[t]);
+    for (int64_t row = range.first; row < range.end; row += kTile) {
+      keys_.fill(call_, task, row, range.end, range.row_count);
+      for (int64_t t = 0; t < num_tiles; ++t) {
+        const int64_t num_keys = keys_.num_keys_for(call_, tiles_[t]);
         const int columns = tiles_[t].columns;
-        if (!seen) continue;
-        product<A>(seen, columns, scores_, kTile, keys_.k, width_, 1, states_[t].q, kTile, dim, false);
-        keys_.mask(call_, task, tiles_[t], scores_, seen);
-        states_[t].rescale(scores_, seen, columns, dim);
-        product<A>(dim, columns, states_[t].acc, kTile, keys_.v, 1, width_, scores_, kTile, seen, true);
+        if (!num_keys) continue;
+        product<A>(num_keys, columns, scores_, kTile, keys_.k, width_, 1, states_[t].q, kTile, dim, false);
+        keys_.mask(call_, task, tiles_[t], scores_, num_keys);
+        states_[t].rescale(scores_, num_keys, columns, dim);
+        product<A>(dim, columns, states_[t].acc, kTile, keys_.v, 1, width_, scores_, kTile, num_keys, true);
       }
     }
-    for (int64_t t = 0; t < num; ++t)
+    for (int64_t t = 0; t < num_tiles; ++t)
       for (int i = 0; i < kTile; ++i)
-        if (const int64_t at = tiles_[t].index[i]; at >= 0)
-          states_[t].merge(i, call_.out + at * dim, call_.lse + at, dim);
+        if (const int64_t index = tiles_[t].index[i]; index >= 0)
+          states_[t].merge(i, call_.out + index * dim, call_.lse + index, dim);
   }
 
  private:
@@ -117,7 +119,7 @@ class Forward {
   Scratch<A> scratch_;
   std::vector<Tile<A>> tiles_;
   std::vector<Running<A>> states_;
-  Keys<A> keys_;
+  KeyBlock<A> keys_;
   A* scores_;
 };
 

@@ -1,4 +1,4 @@
-// Shares the items of a call among the threads of a pool.
+// Runs the items of a call on the threads of a pool.
 #pragma once
 
 #include <algorithm>
@@ -12,12 +12,12 @@
 
 namespace ringjax {
 
-// Runs `make()(item)` for all items: this thread takes them one by one, and so do threads of the pool that come in
-// time. Nobody waits for a thread that has not begun, so several calls at once cannot lock each other out. An exception
-// on any thread ends the call early and is thrown again by this thread, after the others have finished: one that left
-// a thread of the pool would end the process.
-template <class Pool, class Make>
-void share(Pool& pool, int64_t items, const Make& make) {
+// Runs `make_worker()(item)` for all items, on this thread and on threads of the pool: each takes one item at a time.
+// The call does not wait for threads that have not started yet, so concurrent calls cannot deadlock. After an exception
+// on any thread no further item starts, and this thread rethrows the exception when the others have finished. (An
+// exception that escapes a thread of the pool would terminate the process.)
+template <class Pool, class MakeWorker>
+void parallel_for(Pool& pool, int64_t num_items, const MakeWorker& make_worker) {
   struct State {
     std::atomic<int64_t> next{0};
     std::mutex lock;
@@ -27,18 +27,18 @@ void share(Pool& pool, int64_t items, const Make& make) {
     std::exception_ptr error;
   };
   auto state = std::make_shared<State>();
-  auto work = [&make, items](State& state) {
+  auto work = [&make_worker, num_items](State& state) {
     try {
-      if (state.next >= items) return;
-      auto worker = make();
-      for (int64_t item; (item = state.next.fetch_add(1)) < items;) worker(item);
+      if (state.next >= num_items) return;
+      auto worker = make_worker();
+      for (int64_t item; (item = state.next.fetch_add(1)) < num_items;) worker(item);
     } catch (...) {
-      state.next = items;  // nobody starts another item
+      state.next = num_items;  // no thread starts another item
       std::lock_guard<std::mutex> guard(state.lock);
       if (!state.error) state.error = std::current_exception();
     }
   };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), items) - 1;
+  const int64_t helpers = std::min<int64_t>(pool.num_threads(), num_items) - 1;
   try {
     for (int64_t i = 0; i < helpers; ++i)
       pool.Schedule([state, work] {
@@ -51,7 +51,7 @@ void share(Pool& pool, int64_t items, const Make& make) {
         std::lock_guard<std::mutex> guard(state->lock);
         if (--state->busy == 0) state->done.notify_all();
       });
-  } catch (...) {  // no memory to ask for more helpers: those that were asked, and this thread, do the work
+  } catch (...) {  // out of memory: this thread and the helpers scheduled so far do the work
   }
   work(*state);
   std::unique_lock<std::mutex> guard(state->lock);
@@ -60,7 +60,7 @@ void share(Pool& pool, int64_t items, const Make& make) {
   if (state->error) std::rethrow_exception(state->error);
 }
 
-// The threads that a call may count on: other devices of this process may be calling too.
+// The number of threads that a call can expect, as other devices of this process may make calls at the same time.
 class Threads {
  public:
   template <class Pool>

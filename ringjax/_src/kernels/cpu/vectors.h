@@ -1,7 +1,6 @@
-// Vectors of the machine that this is compiled for: products of small matrices and exponentials.
+// Vectors of the target machine, with products of small matrices and exponentials.
 //
-// A is the dtype of sums, float or double. A tile has kTile columns, and so many of them fit into a register that a
-// product keeps kRows x kVectors sums in registers.
+// A is the dtype of sums, float or double. A product keeps kRows x kVectors vectors of sums in registers.
 #pragma once
 
 #include <algorithm>
@@ -64,10 +63,10 @@ inline Floats<A> all(A x) {
   return x - Floats<A>{};
 }
 
-// c (M, V vectors) = a b, or += a b: a of M rows, b of `depth` rows. Sums begin at 0 each time, so that a long sum is
-// rounded once for each block, and not for each term.
+// Computes c (M, V vectors) = a b, or += a b, for `a` with M rows and `b` with `depth` rows. Each call sums from
+// 0 and then adds to `c`, so that a total over many blocks is rounded once per block, not once per term.
 template <class A, int M, int V>
-inline void multiply(A* c, int c_row, const A* a, int a_row, int a_step, const A* b, int b_row, int depth, bool adds) {
+inline void multiply(A* c, int c_row, const A* a, int a_row, int a_col, const A* b, int b_row, int depth, bool adds) {
   Floats<A> sums[M][V];
   for (int i = 0; i < M; ++i)
     for (int j = 0; j < V; ++j) sums[i][j] = Floats<A>{};
@@ -75,7 +74,7 @@ inline void multiply(A* c, int c_row, const A* a, int a_row, int a_step, const A
     Floats<A> row[V];
     for (int j = 0; j < V; ++j) row[j] = load<A>(b + k * b_row + j * kLanes<A>);
     for (int i = 0; i < M; ++i) {
-      const Floats<A> factor = all<A>(a[i * a_row + k * a_step]);
+      const Floats<A> factor = all<A>(a[i * a_row + k * a_col]);
       for (int j = 0; j < V; ++j) sums[i][j] += factor * row[j];
     }
   }
@@ -87,34 +86,36 @@ inline void multiply(A* c, int c_row, const A* a, int a_row, int a_step, const A
 }
 
 template <class A, int V, int M = kRows>
-inline void multiply_rows(int rows, A* c, int c_row, const A* a, int a_row, int a_step, const A* b, int b_row,
+inline void multiply_rows(int rows, A* c, int c_row, const A* a, int a_row, int a_col, const A* b, int b_row,
                           int depth, bool adds) {
   if constexpr (M > 0) {
     int i = 0;
     for (; i + M <= rows; i += M)
-      multiply<A, M, V>(c + i * c_row, c_row, a + i * a_row, a_row, a_step, b, b_row, depth, adds);
+      multiply<A, M, V>(c + i * c_row, c_row, a + i * a_row, a_row, a_col, b, b_row, depth, adds);
     if (i < rows)
-      multiply_rows<A, V, M - 1>(rows - i, c + i * c_row, c_row, a + i * a_row, a_row, a_step, b, b_row, depth, adds);
+      multiply_rows<A, V, M - 1>(rows - i, c + i * c_row, c_row, a + i * a_row, a_row, a_col, b, b_row, depth, adds);
   }
 }
 
-// c (rows, columns) = or += a b: element (i, k) of `a` stands at i * a_row + k * a_step; columns fill whole vectors.
+// Computes c (rows, columns) = a b, or += a b. Element (i, k) of `a` is at i * a_row + k * a_col. Rows of `b` and `c`
+// are `b_row` and `c_row` apart. `columns` is a multiple of the number of lanes.
 template <class A, int V = kVectors>
-inline void product(int rows, int columns, A* c, int c_row, const A* a, int a_row, int a_step, const A* b, int b_row,
+inline void product(int rows, int columns, A* c, int c_row, const A* a, int a_row, int a_col, const A* b, int b_row,
                     int depth, bool adds) {
   if constexpr (V > 0) {
     constexpr int width = V * kLanes<A>;
     int j = 0;
     for (; j + width <= columns; j += width)
-      multiply_rows<A, V>(rows, c + j, c_row, a, a_row, a_step, b + j, b_row, depth, adds);
+      multiply_rows<A, V>(rows, c + j, c_row, a, a_row, a_col, b + j, b_row, depth, adds);
     if (j < columns)
-      product<A, V - 1>(rows, columns - j, c + j, c_row, a, a_row, a_step, b + j, b_row, depth, adds);
+      product<A, V - 1>(rows, columns - j, c + j, c_row, a, a_row, a_col, b + j, b_row, depth, adds);
   }
 }
 
-// exp(x) to an ulp or two, and 0 where it is too small to be a normal number; x is not far above 0. NaN stays NaN.
+// Returns exp(x) with an error of one or two ulps, and 0 if the result would be subnormal. NaN stays NaN. `x` must not
+// be far above 0.
 inline Floats<float> exponential(Floats<float> x) {
-  const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to whole numbers
+  const float magic = 12582912.0f;  // 1.5 * 2**23: adding it rounds to integers
   const Floats<float> shifted = x * 1.44269504f + magic;
   const Floats<float> r = x - (shifted - magic) * 0.693147182f;
   Floats<float> y = all(0.00139412156f);
@@ -124,7 +125,7 @@ inline Floats<float> exponential(Floats<float> x) {
   y = y * r + 0.5f;
   y = y * r + 1.0f;
   y = y * r + 1.0f;
-  const Ints<float> power = ((Ints<float>)shifted + 127) << 23;  // the bits of a power of two
+  const Ints<float> power = ((Ints<float>)shifted + 127) << 23;  // bits of a power of two
   return x < -87.3f ? Floats<float>{} : y * (Floats<float>)power;
 }
 
@@ -140,7 +141,7 @@ inline Floats<double> exponential(Floats<double> x) {
   return x < -708.0 ? Floats<double>{} : y * (Floats<double>)power;
 }
 
-// Numbers of 16 bits, as they are stored.
+// 16-bit floats, as stored.
 struct BFloat16 {
   uint16_t bits;
 };
@@ -148,18 +149,18 @@ struct Float16 {
   uint16_t bits;
 };
 
-inline float widened(BFloat16 x) {
+inline float to_float(BFloat16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float y;
   std::memcpy(&y, &bits, sizeof y);
   return y;
 }
-inline float widened(Float16 x) {
+inline float to_float(Float16 x) {
   const uint32_t sign = (x.bits & 0x8000u) << 16, rest = x.bits & 0x7fffu;
-  uint32_t bits = (rest << 13) + (112u << 23);  // the exponent is counted from 127 instead of 15
+  uint32_t bits = (rest << 13) + (112u << 23);  // changes the exponent bias from 15 to 127
   float y;
   if (rest >= 0x7c00u) bits += 112u << 23;  // inf and NaN
-  if (rest < 0x0400u) {                     // not normal: a multiple of 2**-24
+  if (rest < 0x0400u) {                     // subnormal: a multiple of 2**-24
     y = static_cast<float>(rest) * 5.9604644775390625e-8f;
     std::memcpy(&bits, &y, sizeof bits);
   }
@@ -167,7 +168,7 @@ inline float widened(Float16 x) {
   std::memcpy(&y, &bits, sizeof y);
   return y;
 }
-inline float widened(float x) { return x; }
-inline double widened(double x) { return x; }
+inline float to_float(float x) { return x; }
+inline double to_float(double x) { return x; }
 
 }  // namespace ringjax

@@ -1,4 +1,4 @@
-"""Kernels on TPU. A grid step computes one block of queries against one block of keys of a task.
+"""The TPU kernels. A grid step attends from one query block to one key block of a task.
 
 Legend: ``N`` tasks, ``C`` chunks, ``n`` key rows of a chunk, ``G`` query heads per key/value head, ``H`` head dim; a
 block has ``M`` query rows and ``S`` key rows. Numbers per query row are stored as rows (1, M): a column in memory would
@@ -23,27 +23,25 @@ _LANES = 128
 
 
 def forward_kernel(chunks: Any, ranges: Any, q: Any, kv: Any, *refs: Any, config: KernelConfig) -> None:  # noqa: ANN401
+    """Merges the attention of a query block to its key blocks into the prior output and lse."""
     *mask_inputs, prior_out, prior_lse, out, lse, acc, maximum, denominator = refs
-    table, nth = _ranges_here(ranges, config)
+    step, nth = _grid_step(ranges, config)
 
     @pl.when(nth == 0)
     def _() -> None:
         part = PartialSoftmax(prior_out[0, 0], _to_column(prior_lse[0, 0]))
         acc[...], maximum[...], denominator[...] = softmax.resume(part)
 
-    def step(is_masked: bool) -> None:
-        k, v = (
-            _zero_past_end(kv[0, 0, 0], table.block, config.num_rows),
-            _zero_past_end(kv[1, 0, 0], table.block, config.num_rows),
-        )
+    def attend(is_masked: bool) -> None:
+        k, v = (_zero_past_end(kv[i, 0, 0], step.inner_block, config.num_rows) for i in (0, 1))
         scores = dot(q[0, 0], k, 1, 1) * config.scale
         if is_masked:
-            scores = jnp.where(_mask(config, table, mask_inputs, is_transposed=False), scores, -jnp.inf)
+            scores = jnp.where(_mask(config, step, mask_inputs, is_transposed=False), scores, -jnp.inf)
         state, weights = softmax.rescale(Running(acc[...], maximum[...], denominator[...]), scores)
         acc[...] = state.acc + dot(weights.astype(v.dtype), v, 1, 0)
         maximum[...], denominator[...] = state.max, state.denominator + weights.sum(axis=1, keepdims=True)
 
-    _on_range(step, table, nth, config, masked_first=False)
+    _run_in_range(attend, step, config, masked_first=False)
 
     @pl.when(nth == pl.num_programs(2) - 1)
     def _() -> None:
@@ -52,27 +50,25 @@ def forward_kernel(chunks: Any, ranges: Any, q: Any, kv: Any, *refs: Any, config
 
 
 def query_gradient_kernel(chunks: Any, ranges: Any, q: Any, kv: Any, *refs: Any, config: KernelConfig) -> None:  # noqa: ANN401
+    """Adds the gradient of a query block to the prior one."""
     *mask_inputs, dout, stats, prior, dq, acc, lse, delta = refs
-    table, nth = _ranges_here(ranges, config)
+    step, nth = _grid_step(ranges, config)
 
     @pl.when(nth == 0)
     def _() -> None:
         acc[...] = jnp.zeros(acc.shape, acc.dtype)
         lse[...], delta[...] = (_to_column(stats[0, 0, i : i + 1]) for i in (0, 1))
 
-    def step(is_masked: bool) -> None:
-        k, v = (
-            _zero_past_end(kv[0, 0, 0], table.block, config.num_rows),
-            _zero_past_end(kv[1, 0, 0], table.block, config.num_rows),
-        )
+    def attend(is_masked: bool) -> None:
+        k, v = (_zero_past_end(kv[i, 0, 0], step.inner_block, config.num_rows) for i in (0, 1))
         scores = dot(q[0, 0], k, 1, 1) * config.scale
         if is_masked:
-            scores = jnp.where(_mask(config, table, mask_inputs, is_transposed=False), scores, -jnp.inf)
+            scores = jnp.where(_mask(config, step, mask_inputs, is_transposed=False), scores, -jnp.inf)
         probs = jnp.exp(scores - lse[...])
         dscores = probs * (dot(dout[0, 0], v, 1, 1) / config.output_divisor - delta[...])
         acc[...] += dot(dscores.astype(k.dtype), k, 1, 0)
 
-    _on_range(step, table, nth, config, masked_first=False)
+    _run_in_range(attend, step, config, masked_first=False)
 
     @pl.when(nth == pl.num_programs(2) - 1)
     def _() -> None:
@@ -80,30 +76,31 @@ def query_gradient_kernel(chunks: Any, ranges: Any, q: Any, kv: Any, *refs: Any,
 
 
 def key_gradient_kernel(chunks: Any, ranges: Any, q: Any, kv: Any, *refs: Any, config: KernelConfig) -> None:  # noqa: ANN401
+    """Adds the gradients of a key block and its values to the prior ones."""
     *mask_inputs, dout, stats, prior, dkv, dk, dv = refs
-    table, nth = _ranges_here(ranges, config)
+    step, nth = _grid_step(ranges, config)
 
     @pl.when(nth == 0)
     def _() -> None:
         dk[...], dv[...] = (jnp.zeros(x.shape, x.dtype) for x in (dk, dv))
 
-    def step(is_masked: bool) -> None:
+    def attend(is_masked: bool) -> None:
         rows = config.num_rows * config.q_per_kv
-        q_rows, dout_rows = (_zero_past_end(x[0, 0], table.block, rows) for x in (q, dout))
+        q_rows, dout_rows = (_zero_past_end(x[0, 0], step.inner_block, rows) for x in (q, dout))
         lse, delta = (stats[0, 0, i : i + 1] for i in (0, 1))
         if rows % config.blocks.query:
-            column = table.block * config.blocks.query + jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1)
+            column = step.inner_block * config.blocks.query + jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1)
             lse, delta = jnp.where(column < rows, lse, jnp.inf), jnp.where(column < rows, delta, 0.0)
         k, v = kv[0, 0, 0], kv[1, 0, 0]
         scores = dot(k, q_rows, 1, 1) * config.scale
         if is_masked:
-            scores = jnp.where(_mask(config, table, mask_inputs, is_transposed=True), scores, -jnp.inf)
+            scores = jnp.where(_mask(config, step, mask_inputs, is_transposed=True), scores, -jnp.inf)
         probs = jnp.exp(scores - lse)
         dscores = probs * (dot(v, dout_rows, 1, 1) / config.output_divisor - delta)
         dv[...] += dot(probs.astype(dout_rows.dtype), dout_rows, 1, 0)
         dk[...] += dot(dscores.astype(q_rows.dtype), q_rows, 1, 0)
 
-    _on_range(step, table, nth, config, masked_first=True)
+    _run_in_range(attend, step, config, masked_first=True)
 
     @pl.when(nth == pl.num_programs(2) - 1)
     def _() -> None:
@@ -111,56 +108,66 @@ def key_gradient_kernel(chunks: Any, ranges: Any, q: Any, kv: Any, *refs: Any, c
         dkv[1, 0, 0] = prior[1, 0, 0] + dv[...] / config.output_divisor
 
 
-class _Here(NamedTuple):
-    """Where a step of the grid stands: its blocks, and what its ranges say."""
+class _GridStep(NamedTuple):
+    """The blocks of a grid step, and the range of inner blocks of its outer block.
 
-    own: Array  # number of the outer block
-    block: Array  # number of the inner block
+    Attributes:
+        outer_block: Query block; key block for the gradient of keys and values.
+        inner_block: Key block; query block for the gradient of keys and values. Past the range, the step does nothing.
+        first: First block of the range.
+        whole: Boundary between blocks that need a mask and blocks that do not, see `blocks`.
+        end: Last block of the range + 1.
+        row_count: Key rows of the task.
+    """
+
+    outer_block: Array
+    inner_block: Array
     first: Array
     whole: Array
     end: Array
-    present: Array  # key rows
+    row_count: Array
 
 
-def _ranges_here(ranges: Any, config: KernelConfig) -> tuple[_Here, Array]:  # noqa: ANN401
-    task, own, nth = (pl.program_id(i) for i in range(3))
+def _grid_step(ranges: Any, config: KernelConfig) -> tuple[_GridStep, Array]:  # noqa: ANN401
+    """Returns the current grid step, and its number among those of its outer block."""
+    task, outer_block, nth = (pl.program_id(i) for i in range(3))
     head = quotient(task, config.tasks_per_head)
-    first, whole, end, count = (ranges[head, i, own] for i in range(4))
-    return _Here(own, first + nth, first, whole, end, count), nth
+    first, whole, end, row_count = (ranges[head, i, outer_block] for i in range(4))
+    return _GridStep(outer_block, first + nth, first, whole, end, row_count), nth
 
 
-def _on_range(
-    step: Callable[[bool], None], here: _Here, nth: Array, config: KernelConfig, *, masked_first: bool
-) -> None:
-    """Runs `step` if the inner block is met, with a mask if it needs one."""
-    is_met, is_before = here.block < here.end, here.block < here.whole
+def _run_in_range(attend: Callable[[bool], None], step: _GridStep, config: KernelConfig, *, masked_first: bool) -> None:
+    """Runs `attend` if the inner block is in the range, with a mask if it needs one."""
+    is_in_range, is_before = step.inner_block < step.end, step.inner_block < step.whole
     if not config.needs_mask:
-        pl.when(is_met)(lambda: step(False))
+        pl.when(is_in_range)(lambda: attend(False))
         return
-    pl.when(is_met & (is_before if masked_first else ~is_before))(lambda: step(True))
+    pl.when(is_in_range & (is_before if masked_first else ~is_before))(lambda: attend(True))
     if not config.mask_rules:
-        pl.when(is_met & (~is_before if masked_first else is_before))(lambda: step(False))
+        pl.when(is_in_range & (~is_before if masked_first else is_before))(lambda: attend(False))
 
 
-def _mask(config: KernelConfig, here: _Here, mask_inputs: Sequence[Any], *, is_transposed: bool) -> Array:
-    """Which pairs (M, S) of a step see each other; (S, M) if transposed."""
+def _mask(config: KernelConfig, step: _GridStep, mask_inputs: Sequence[Any], *, is_transposed: bool) -> Array:
+    """Returns the mask of a grid step, (M, S), or (S, M) if transposed."""
     shape = (config.blocks.key, config.blocks.query) if is_transposed else (config.blocks.query, config.blocks.key)
-    query_block, key_block = (here.block, here.own) if is_transposed else (here.own, here.block)
+    query_block, key_block = step.outer_block, step.inner_block
+    if is_transposed:
+        query_block, key_block = key_block, query_block
     query_axis, key_axis = (1, 0) if is_transposed else (0, 1)
     row = query_block * config.blocks.query + jax.lax.broadcasted_iota(jnp.int32, shape, query_axis)
     column = key_block * config.blocks.key + jax.lax.broadcasted_iota(jnp.int32, shape, key_axis)
-    mine, theirs = (
+    of_query, of_key = (
         ([x[0, 0, i : i + 1] for i in range(len(config.mask_rules))] for x in mask_inputs) if mask_inputs else ([], [])
     )
     if is_transposed:
-        theirs = [_to_column(x) for x in theirs]
+        of_key = [_to_column(x) for x in of_key]
     else:
-        mine = [_to_column(x) for x in mine]
-    return config.attends(quotient(row, config.q_per_kv), column, here.present, mine, theirs)
+        of_query = [_to_column(x) for x in of_query]
+    return config.attends(quotient(row, config.q_per_kv), column, step.row_count, of_query, of_key)
 
 
 def _zero_past_end(rows: Array, block: Array, num_rows: int) -> Array:
-    """Rows of a block with 0 past the end of the array, where memory may hold anything."""
+    """Returns the rows of a block, with 0 for rows past the end of the array, whose contents are undefined."""
     size = rows.shape[0]
     if num_rows % size == 0:
         return rows
@@ -169,10 +176,10 @@ def _zero_past_end(rows: Array, block: Array, num_rows: int) -> Array:
 
 
 def _to_column(row: Array) -> Array:
-    """(1, M) as (M, 1): through a square of lanes, which is what the hardware can transpose."""
+    """Transposes (1, M) to (M, 1), through a tile of whole lanes, as the hardware transposes only those."""
     return jnp.broadcast_to(row, (_LANES, row.shape[1])).T[:, :1]
 
 
 def _to_row(column: Array) -> Array:
-    """(M, 1) as (1, M)."""
+    """Transposes (M, 1) to (1, M)."""
     return jnp.broadcast_to(column, (column.shape[0], _LANES)).T[:1]
