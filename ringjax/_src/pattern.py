@@ -15,6 +15,7 @@ from typing import Literal, NamedTuple, TypeVar, get_args
 import numpy as np
 from jax import Array
 
+from ringjax._src.indexing import quotient, remainder
 from ringjax._src.validation import MOST_HEADS, check_choice, check_int, check_ints
 
 Offsets = Literal["mod", "block", "none"]
@@ -55,8 +56,8 @@ Ints = TypeVar("Ints", np.ndarray, Array)
 
 def selected_before(position: Ints, segment_length: int, rate: int, offset: Ints, count: Ints) -> Ints:
     """Counts the selected positions before `position`, for a head with this offset and `count` rows per segment."""
-    inside = (position % segment_length - offset + rate - 1) // rate
-    return position // segment_length * count + inside.clip(0, count)
+    inside = quotient(remainder(position, segment_length) - offset + rate - 1, rate)
+    return quotient(position, segment_length) * count + inside.clip(0, count)
 
 
 @dataclasses.dataclass(frozen=True, repr=False)

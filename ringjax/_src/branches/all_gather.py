@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
+from ringjax._src import indexing
 from ringjax._src.branches.shared import PackedKeys, PackedQueries, SharedBranch
 from ringjax._src.comm.ring_comm import scan_hops
 from ringjax._src.online_softmax import PartialSoftmax
@@ -40,18 +41,18 @@ class AllGatherBranch(SharedBranch):
             (zero_dq, zero_dkv), queries, keys, query_device=me, key_device=me, is_own=True
         )
         every = jnp.zeros_like(dkv, shape=(size, *dkv.shape))
-        every = lax.dynamic_update_index_in_dim(every, dkv, me % size, axis=0)
+        every = indexing.dynamic_update_index_in_dim(every, dkv, indexing.remainder(me, size), axis=0)
 
         def step(carry: tuple[Array, Array], hop: Array) -> tuple[Array, Array]:
             dq, every = carry
             source = self.comm.source(hop)
             keys = self._keys_of(gathered, source)
             dq, dkv = self.attend_chunks_bwd((dq, zero_dkv), queries, keys, query_device=me, key_device=source)
-            return dq, lax.dynamic_update_index_in_dim(every, dkv, source % size, axis=0)
+            return dq, indexing.dynamic_update_index_in_dim(every, dkv, indexing.remainder(source, size), axis=0)
 
         dq, every = scan_hops(step, (dq, every), 1, size)
         return dq, self.comm.reduce_scatter(every)
 
     def _keys_of(self, gathered: PackedKeys, device: Array) -> PackedKeys:
-        index = device % self.plan.ring_devices
-        return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), gathered)
+        index = indexing.remainder(device, self.plan.ring_devices)
+        return jax.tree.map(lambda x: indexing.dynamic_index_in_dim(x, index, keepdims=False), gathered)

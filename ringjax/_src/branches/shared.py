@@ -14,7 +14,7 @@ from typing import NamedTuple, Self
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringjax._src import dropout
+from ringjax._src import dropout, indexing
 from ringjax._src import online_softmax as softmax
 from ringjax._src.branches.chunk_pairs import chunk_pairs, chunk_starts
 from ringjax._src.branches.protocol import InFlight, Kept, Shard
@@ -131,7 +131,7 @@ class SharedBranch(abc.ABC):
 
         def step(sums: tuple[Array, ...], index: Array) -> tuple[tuple[Array, ...], None]:
             branch = self._piece(index)
-            own = lax.dynamic_index_in_dim(kept, index, keepdims=False) if self._is_detached else None
+            own = indexing.dynamic_index_in_dim(kept, index, keepdims=False) if self._is_detached else None
             return add(branch, sums, branch._packed_grads(views, of_residuals, own)), None
 
         dense = grads.query, *grads.kv

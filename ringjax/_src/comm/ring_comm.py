@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ringjax._src.indexing import remainder
+
 AxisName = str | tuple[str, ...]
 StrategyName = Literal["auto", "ring", "all_gather"]
 STRATEGIES: list[StrategyName] = ["auto", "ring", "all_gather"]  # what `Ring(strategy=...)` accepts
@@ -39,7 +41,8 @@ class RingComm:
     def source(self, hop: Array | int) -> Array:
         """Returns the device whose payload is here after this many hops."""
         me = self.device()
-        return me - me % self.ring_devices + (me - hop) % self.ring_devices
+        first = me - remainder(me, self.ring_devices)
+        return first + remainder(me - first + self.ring_devices - hop, self.ring_devices)
 
     def rotate(self, tree: Tree) -> Tree:
         """Sends arrays to the next device of the ring."""

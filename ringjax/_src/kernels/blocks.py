@@ -22,7 +22,8 @@ from typing import Literal, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringjax._src.kernels.interface import AttendConfig, BlockSizes, Operands, ceil_div
+from ringjax._src.indexing import ceil_div, quotient
+from ringjax._src.kernels.interface import AttendConfig, BlockSizes, Operands
 
 MaskRule = Literal["same", "before"]
 
@@ -117,7 +118,7 @@ class KernelConfig:
         """Returns first row ``m`` and last row + 1 of each query block; computed, as a constant would grow with T."""
         first = jnp.arange(self.query_blocks, dtype=jnp.int32) * self.blocks.query
         last = jnp.minimum(first + self.blocks.query, self.num_rows * self.q_per_kv) - 1
-        return first // self.q_per_kv, last // self.q_per_kv + 1
+        return quotient(first, self.q_per_kv), quotient(last, self.q_per_kv) + 1
 
     def kv_block_ranges(self, counts: Array, active: Array | None = None, key_ranges: Array | None = None) -> Array:
         """Returns the key blocks that each query block attends to.
@@ -139,7 +140,7 @@ class KernelConfig:
             high = jnp.where(active, high, 0)
         whole = jnp.minimum(counts, first + 1) if self.is_causal else counts
         size = self.blocks.key
-        low, whole, high = low // size, whole // size, ceil_div(high, size)
+        low, whole, high = quotient(low, size), quotient(whole, size), ceil_div(high, size)
         return _table(low, low if self.mask_rules else jnp.clip(whole, low, high), jnp.maximum(low, high), counts)
 
     def q_block_ranges(self, kv_block_ranges: Array) -> Array:
@@ -271,11 +272,6 @@ def dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else lax.Precision.DEFAULT
     dims = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
-
-
-def quotient(a: Array, b: int) -> Array:
-    """Divides non-negative integers; flooring negative ones takes code that Mosaic may not have."""
-    return a if b == 1 else lax.div(a, jnp.full_like(a, b))
 
 
 def _table(*columns: Array) -> Array:

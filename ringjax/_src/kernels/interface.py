@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -284,8 +284,3 @@ class Backend:
         if self.limits is not None and (reason := self.limits.unsupported(self.name, case, sizes)):
             return reason
         return "" if config.is_interpreted else self.unavailable(config.implementation is not None)
-
-
-def ceil_div(a: Any, b: int) -> Any:  # noqa: ANN401 - an array or an int
-    """Returns the quotient rounded up."""
-    return -(-a // b)

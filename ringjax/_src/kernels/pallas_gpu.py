@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ringjax._src import online_softmax as softmax
+from ringjax._src.indexing import quotient
 from ringjax._src.kernels.blocks import (
     Blocks,
     KernelConfig,
@@ -28,7 +29,6 @@ from ringjax._src.kernels.blocks import (
     kernel_config,
     num_pairs,
     pair_ranges,
-    quotient,
     strided_rows,
 )
 from ringjax._src.kernels.interface import AttendConfig, Backend, Case, Grads, Limits, Operands, Residuals, case_of

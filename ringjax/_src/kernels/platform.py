@@ -101,7 +101,7 @@ def _lower(on: str | None) -> Callable[..., Any]:
                 if "automatically partitioned" not in str(error):
                     raise
                 raise NotImplementedError(
-                    "The TPU kernels cannot be partitioned by the compiler: tell how arrays are sharded, by "
+                    "The TPU kernels cannot be partitioned by the compiler: pass how arrays are sharded, by "
                     "`ring=Ring(mesh, batch_axis=...)` (its ring axis may have one device), or use "
                     '`implementation="xla"`.'
                 ) from error

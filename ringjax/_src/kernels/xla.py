@@ -19,6 +19,7 @@ from jax import Array, lax
 
 from ringjax._src import online_softmax as softmax
 from ringjax._src.dropout import RowHashes
+from ringjax._src.indexing import quotient, remainder
 from ringjax._src.kernels.interface import AttendConfig, Backend, Grads, Operands, Residuals, RowPositions
 from ringjax._src.kernels.xla_blocks import BlockLoop, MaskInfo, State, attend_rows, attend_rows_bwd
 from ringjax._src.online_softmax import PartialSoftmax
@@ -171,7 +172,7 @@ class _Tasks:
 
         def body(index: Array, state: State) -> State:
             index = jnp.asarray(index, jnp.int32)  # int64 under x64, an int without jit
-            chunk, i = (index // num_heads) * num, index % num_heads
+            chunk, i = quotient(index, num_heads) * num, remainder(index, num_heads)
             at, ids = (
                 rows.head_slice(i, chunk, num, length=length, num_heads=kv_heads, has_heads=has_heads)
                 for has_heads in (True, False)
@@ -189,7 +190,7 @@ class _Tasks:
 
         def one(which: Array, index: Array, state: State) -> State:
             entry = jnp.asarray(index, jnp.int32) * num
-            head = entry // self.operands.tasks_per_head
+            head = quotient(entry, self.operands.tasks_per_head)
             query, key = (ChunkSlice(entry, num, chunk[which]) for chunk in (pairs.query, pairs.key))
             value = key if len(self.operands.kv) > 1 else key._replace(task=entry + tasks)
             at = _Task(query, key, value, query, key, jnp.asarray(counts)[head])

@@ -22,10 +22,10 @@ from typing import NamedTuple, TypeVar
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringjax._src import dropout
+from ringjax._src import dropout, indexing
 from ringjax._src import online_softmax as softmax
 from ringjax._src.dropout import RowHashes
-from ringjax._src.kernels.interface import RowPositions, ceil_div
+from ringjax._src.kernels.interface import RowPositions
 from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.rows.sizes import XlaBlockSizes
 
@@ -96,7 +96,9 @@ class BlockLoop:
         """Counts the squares of `sizes.diagonal` rows and keys that are computed, summed over all `key_ranges`."""
         side = self.sizes.query // self.sizes.diagonal
         if key_ranges is not None:
-            blocks = ceil_div(key_ranges[..., 1], self.sizes.key) - key_ranges[..., 0] // self.sizes.key
+            blocks = indexing.ceil_div(key_ranges[..., 1], self.sizes.key) - indexing.quotient(
+                key_ranges[..., 0], self.sizes.key
+            )
             return blocks.sum().astype(jnp.int32) * (side * self.sizes.key // self.sizes.diagonal)
         if self.is_causal:
             return self.num_blocks * side * (side + 1) // 2 + self.num_blocks * (self.num_blocks - 1) // 2 * side**2
@@ -106,7 +108,7 @@ class BlockLoop:
         """Runs `block` on each query block that has rows."""
         if self.num_blocks == 1:
             return block(state, 0)
-        return lax.fori_loop(0, ceil_div(mask.num_rows, self.sizes.query), lambda i, s: block(s, i), state)
+        return lax.fori_loop(0, indexing.ceil_div(mask.num_rows, self.sizes.query), lambda i, s: block(s, i), state)
 
     def over_keys(
         self, step: Callable[[State, KeyBlock], State], state: State, index: Array | int, mask: MaskInfo
@@ -119,7 +121,7 @@ class BlockLoop:
 
         if mask.key_ranges is not None:
             first, end = mask.key_ranges[index]
-            return run(first // key, ceil_div(end, key), state)
+            return run(indexing.quotient(first, key), indexing.ceil_div(end, key), state)
         if self.is_causal:
             if self.num_blocks > 1:
                 state = run(0, index * (query // key), state)
@@ -128,9 +130,9 @@ class BlockLoop:
             return state
         if self.num_blocks == 1 and query == key:
             return step(state, KeyBlock(0, key, is_last=self.is_ragged))
-        whole = mask.num_rows // key if self.is_ragged else self.num_blocks * (query // key)
+        whole = indexing.quotient(mask.num_rows, key) if self.is_ragged else self.num_blocks * (query // key)
         state = run(0, whole, state)
-        return run(whole, ceil_div(mask.num_rows, key), state, is_last=True) if self.is_ragged else state
+        return run(whole, indexing.ceil_div(mask.num_rows, key), state, is_last=True) if self.is_ragged else state
 
     def mask_scores(self, scores: Array, mask: MaskInfo, index: Array | int, keys: KeyBlock) -> Array:
         """Sets the scores (M, S) of a step to -inf where a query does not attend to a key.
@@ -149,7 +151,9 @@ class BlockLoop:
             square = scores[: keys.size * self.q_per_kv]
             row, column = (lax.broadcasted_iota(jnp.int32, square.shape, axis) for axis in (0, 1))
             zero = jnp.minimum(mask.num_rows, 0)  # unknown to XLA, so that it compares in registers and hoists no mask
-            scores = _with_rows(scores, jnp.where(column <= row // self.q_per_kv + zero, square, -jnp.inf), 0)
+            scores = _with_rows(
+                scores, jnp.where(column <= indexing.quotient(row, self.q_per_kv) + zero, square, -jnp.inf), 0
+            )
         elif keys.is_last:
             column = lax.broadcasted_iota(jnp.int32, scores.shape, 1)
             scores = jnp.where(column < mask.num_rows - keys.start, scores, -jnp.inf)
@@ -175,25 +179,25 @@ class BlockLoop:
     def query_block(self, x: Array, index: Array | int) -> Array:
         """Returns the rows of a query block, of all query heads."""
         size = self.sizes.query * self.q_per_kv
-        return lax.dynamic_slice_in_dim(x, index * size, size)
+        return indexing.dynamic_slice_in_dim(x, index * size, size)
 
     def set_query_block(self, x: Array, block: Array, index: Array | int) -> Array:
         """Replaces the rows of a query block."""
-        return lax.dynamic_update_slice_in_dim(x, block, index * self.sizes.query * self.q_per_kv, axis=0)
+        return indexing.dynamic_update_slice_in_dim(x, block, index * self.sizes.query * self.q_per_kv, axis=0)
 
     def key_block(self, x: Array, keys: KeyBlock) -> Array:
         """Returns the rows of a key block."""
-        return lax.dynamic_slice_in_dim(x, keys.start, keys.size)
+        return indexing.dynamic_slice_in_dim(x, keys.start, keys.size)
 
     def add_key_block(self, transposed: Array, block: Array, keys: KeyBlock) -> Array:
         """Adds `block` to the columns of a key block in `transposed` (H, S)."""
-        old = lax.dynamic_slice_in_dim(transposed, keys.start, keys.size, axis=1)
-        return lax.dynamic_update_slice_in_dim(transposed, old + block, keys.start, axis=1)
+        old = indexing.dynamic_slice_in_dim(transposed, keys.start, keys.size, axis=1)
+        return indexing.dynamic_update_slice_in_dim(transposed, old + block, keys.start, axis=1)
 
     def _query_rows(self, x: Array, index: Array | int, keys: KeyBlock) -> Array:
         """Returns the entry of each row of a step's scores in `x`, which has one entry for all query heads."""
         rows = self.sizes.query - keys.first_row
-        block = lax.dynamic_slice_in_dim(x, index * self.sizes.query + keys.first_row, rows)
+        block = indexing.dynamic_slice_in_dim(x, index * self.sizes.query + keys.first_row, rows)
         return jnp.repeat(block, self.q_per_kv, axis=0)
 
 
@@ -257,4 +261,4 @@ def _dot(a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
 
 def _with_rows(x: Array, rows: Array, first: int) -> Array:
     """Replaces the rows of `x` from `first` on."""
-    return rows if rows.shape == x.shape else lax.dynamic_update_slice_in_dim(x, rows, first, axis=0)
+    return rows if rows.shape == x.shape else indexing.dynamic_update_slice_in_dim(x, rows, first, axis=0)

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ringjax._src import indexing
 from ringjax._src import online_softmax as softmax
 from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.pattern import selected_before
@@ -73,7 +74,7 @@ class RowSelection:
     def head_range(self, first: Array | int, num: int) -> RowSelection:
         """Restricts the selection to `num` of its heads, starting at index `first`."""
         arrays = (self.heads, self.offsets, self.counts)
-        heads, offsets, counts = (lax.dynamic_slice_in_dim(jnp.asarray(x), first, num) for x in arrays)
+        heads, offsets, counts = (indexing.dynamic_slice_in_dim(jnp.asarray(x), first, num) for x in arrays)
         return dataclasses.replace(self, heads=heads, offsets=offsets, counts=counts)  # type: ignore[arg-type]
 
     # Access in place, one head and some chunks at a time.
@@ -103,7 +104,7 @@ class RowSelection:
             head, num_heads = jnp.zeros_like(head), 1
         if self._has_columns(length):
             return ColumnSlice(chunk, num, offset * num_heads + head, self.rate * num_heads)
-        entry, nth = chunk // self.chunks, chunk % self.chunks
+        entry, nth = indexing.quotient(chunk, self.chunks), indexing.remainder(chunk, self.chunks)
         start = self.first + nth * self.chunk_length
         return WindowSlice(entry, start, num, offset, head, num_heads, self.chunk_length, self.rate)
 
@@ -143,7 +144,7 @@ class RowSelection:
 
         def body(i: Array, packed: Array) -> Array:
             rows = self._all_chunks(i, batch, num_heads, starts).read(view)
-            return lax.dynamic_update_index_in_dim(packed, rows.reshape(shape), i, axis=0)
+            return indexing.dynamic_update_index_in_dim(packed, rows.reshape(shape), i, axis=0)
 
         return lax.fori_loop(0, len(self.heads), body, packed)
 
@@ -177,7 +178,7 @@ class RowSelection:
         def body(i: Array, views: tuple[Array, ...]) -> tuple[Array, ...]:
             at = self._all_chunks(i, batch, num_heads, starts)
             old = tuple(at.read(view) for view in views)
-            new = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in rows)
+            new = (indexing.dynamic_index_in_dim(x, i, keepdims=False) for x in rows)
             updated = update(old, tuple(x.reshape(y.shape) for x, y in zip(new, old, strict=True)))
             return tuple(at.write(view, x) for view, x in zip(views, updated, strict=True))
 
@@ -202,7 +203,9 @@ class RowSelection:
         """Returns segment (`missing` for missing rows) and position of each row: (chunks, heads, num_rows, 2)."""
         offsets, counts = jnp.asarray(self.offsets)[:, None], jnp.asarray(self.counts)[:, None]
         positions, exists = self._positions(starts[:, None, None], offsets[None], counts[None])
-        return jnp.stack([jnp.where(exists, positions // self.segment_length, missing), positions], axis=-1)
+        return jnp.stack(
+            [jnp.where(exists, indexing.quotient(positions, self.segment_length), missing), positions], axis=-1
+        )
 
     def key_ranges(self, query_starts: Array, key_starts: Array, is_causal: bool, first: Array, end: Array) -> Array:
         """Returns the key rows that blocks of query rows may attend to: (pairs, heads, blocks, 2).
@@ -220,9 +223,9 @@ class RowSelection:
         before = self._rank(query_starts, offsets, counts)
         num_queries = self._rank(query_starts + self.chunk_length, offsets, counts) - before
         w = self.segment_length
-        low = self._position(before + first, offsets, counts) // w * w
+        low = indexing.quotient(self._position(before + first, offsets, counts), w) * w
         last = self._position(before + jnp.minimum(end, num_queries) - 1, offsets, counts)
-        high = last + 1 if is_causal else (last // w + 1) * w
+        high = last + 1 if is_causal else (indexing.quotient(last, w) + 1) * w
         key_end = key_starts + self.chunk_length
         rank = lambda x: self._rank(jnp.clip(x, key_starts, key_end), offsets, counts)  # noqa: E731
         ranges = jnp.stack([rank(low), rank(high)], axis=-1) - self._rank(key_starts, offsets, counts)[..., None]
@@ -242,7 +245,8 @@ class RowSelection:
     def _position(self, rank: Array, offset: Array, count: Array) -> Array:
         """Inverts `_rank`."""
         count = jnp.maximum(count, 1)
-        return rank // count * self.segment_length + offset + rank % count * self.rate
+        segment, row = indexing.quotient(rank, count), indexing.remainder(rank, count)
+        return segment * self.segment_length + offset + row * self.rate
 
 
 def frozen(values: Iterable[int]) -> np.ndarray:

@@ -19,6 +19,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ringjax._src import indexing
+
 
 class ColumnSlice(NamedTuple):
     """Rows of one head in `num` segments starting at `segment`."""
@@ -31,11 +33,11 @@ class ColumnSlice(NamedTuple):
     def read(self, x: Array) -> Array:
         """Returns rows (num, rows, width)."""
         width = x.shape[2] // self.columns
-        return lax.dynamic_slice(x, self._corner(width), (self.num, x.shape[1], width))
+        return indexing.dynamic_slice(x, self._corner(width), (self.num, x.shape[1], width))
 
     def write(self, x: Array, rows: Array) -> Array:
         """Returns the array with these rows (num, rows, width) replaced."""
-        return lax.dynamic_update_slice(x, rows, self._corner(rows.shape[2]))
+        return indexing.dynamic_update_slice(x, rows, self._corner(rows.shape[2]))
 
     def _corner(self, width: int) -> tuple[Array, Array, Array]:
         return self.segment, jnp.zeros_like(self.segment), self.column * width
@@ -55,18 +57,18 @@ class WindowSlice(NamedTuple):
 
     def read(self, x: Array) -> Array:
         """Returns rows (num, rows, width); rows past the end of a segment are 0."""
-        return lax.dynamic_index_in_dim(self._window(x), self.offset, axis=2, keepdims=False)
+        return indexing.dynamic_index_in_dim(self._window(x), self.offset, axis=2, keepdims=False)
 
     def write(self, x: Array, rows: Array) -> Array:
         """Returns the array with these rows (num, rows, width) replaced."""
-        window = lax.dynamic_update_index_in_dim(self._window(x), rows, self.offset, axis=2)
+        window = indexing.dynamic_update_index_in_dim(self._window(x), rows, self.offset, axis=2)
         window = window.reshape(self.num, -1, rows.shape[2])[:, : self.segment_length]
-        return lax.dynamic_update_slice(x, window.reshape(1, -1, rows.shape[2]), self._corner(rows.shape[2]))
+        return indexing.dynamic_update_slice(x, window.reshape(1, -1, rows.shape[2]), self._corner(rows.shape[2]))
 
     def _window(self, x: Array) -> Array:
         """Returns (num, rows, r, width) of the head."""
         width, num_rows = x.shape[2] // self.heads, -(-self.segment_length // self.rate)
-        window = lax.dynamic_slice(x, self._corner(width), (1, self.num * self.segment_length, width))
+        window = indexing.dynamic_slice(x, self._corner(width), (1, self.num * self.segment_length, width))
         window = window.reshape(self.num, self.segment_length, width)
         window = jnp.pad(window, [(0, 0), (0, num_rows * self.rate - self.segment_length), (0, 0)])
         return window.reshape(self.num, num_rows, self.rate, width)
@@ -85,14 +87,14 @@ class RowGather(NamedTuple):
     def read(self, x: Array) -> Array:
         """Returns rows (batch, rows, width)."""
         width = x.shape[2] // self.heads
-        column = lax.dynamic_slice_in_dim(x, self.head * width, width, axis=2)
+        column = indexing.dynamic_slice_in_dim(x, self.head * width, width, axis=2)
         return column.at[:, self.rows].get(mode="fill", fill_value=0)
 
     def write(self, x: Array, rows: Array) -> Array:
         """Returns the array with these rows (batch, rows, width) replaced."""
         start = self.head * rows.shape[2]
-        column = lax.dynamic_slice_in_dim(x, start, rows.shape[2], axis=2)
-        return lax.dynamic_update_slice_in_dim(x, column.at[:, self.rows].set(rows, mode="drop"), start, axis=2)
+        column = indexing.dynamic_slice_in_dim(x, start, rows.shape[2], axis=2)
+        return indexing.dynamic_update_slice_in_dim(x, column.at[:, self.rows].set(rows, mode="drop"), start, axis=2)
 
 
 class ChunkSlice(NamedTuple):
@@ -104,11 +106,11 @@ class ChunkSlice(NamedTuple):
 
     def read(self, x: Array) -> Array:
         """Returns rows (num, rows, width)."""
-        return lax.dynamic_slice(x, self._corner(), (self.num, 1, *x.shape[2:]))[:, 0]
+        return indexing.dynamic_slice(x, self._corner(), (self.num, 1, *x.shape[2:]))[:, 0]
 
     def write(self, x: Array, rows: Array) -> Array:
         """Returns the array with these rows (num, rows, width) replaced."""
-        return lax.dynamic_update_slice(x, rows[:, None], self._corner())
+        return indexing.dynamic_update_slice(x, rows[:, None], self._corner())
 
     def _corner(self) -> tuple[Array, Array, Array, Array]:
         zero = jnp.zeros_like(self.task)

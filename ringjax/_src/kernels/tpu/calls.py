@@ -15,6 +15,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ringjax._src.indexing import quotient
 from ringjax._src.kernels.blocks import (
     Blocks,
     KernelConfig,
@@ -24,7 +25,6 @@ from ringjax._src.kernels.blocks import (
     num_pairs,
     packed_mask_inputs,
     pair_ranges,
-    quotient,
 )
 from ringjax._src.kernels.interface import AttendConfig, Backend, Case, Grads, Limits, Operands, Residuals, case_of
 from ringjax._src.kernels.packing import attend_bwd_packed, attend_packed

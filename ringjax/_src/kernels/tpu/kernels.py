@@ -16,7 +16,8 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from ringjax._src import online_softmax as softmax
-from ringjax._src.kernels.blocks import KernelConfig, dot, quotient
+from ringjax._src.indexing import quotient
+from ringjax._src.kernels.blocks import KernelConfig, dot
 from ringjax._src.online_softmax import PartialSoftmax, Running
 
 _LANES = 128
