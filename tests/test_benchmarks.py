@@ -34,7 +34,7 @@ def tiny(case: workloads.Case, length: int = 256) -> cases.Case:
     )
 
 
-QUICK = ("8K, one branch per head", "growing segments")
+QUICK = ("8K, one branch per head",)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +81,7 @@ def bench():
     bench.close()
 
 
+@pytest.mark.slow
 def test_measure_checks_outputs_and_measures_time_and_memory(bench):
     candidates = {
         "one": harness.Candidate("one device"),
@@ -100,6 +101,7 @@ def test_measure_checks_outputs_and_measures_time_and_memory(bench):
         bench.measure(workloads.LENGTH_SWEEP, False, wrong)
 
 
+@pytest.mark.slow
 def test_baseline_out_of_memory_is_recorded_and_later_measurements_succeed(bench):
     too_long = workloads.dense(bench.shrink * 65536)
     big = harness.Candidate("dense", is_baseline=True, is_same=False)

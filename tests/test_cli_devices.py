@@ -28,6 +28,7 @@ JOB = PlanOptions(
 )
 
 
+@pytest.mark.slow
 def test_doctor_reports_devices_and_passes_its_checks():
     command = [sys.executable, "-m", "ringjax", "doctor", "--cpu-devices", "2", "--seconds", "0", "--json"]
     sooner = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # a third of the compile time

@@ -271,6 +271,7 @@ def layer_of(framework, **options):
     return jax.jit(lambda x, key: layer(parameters, x, **{name: key}), compiler_options=QUICK)
 
 
+@pytest.mark.slow
 def test_nnx_linen_and_ring_layers_drop_the_same_weights():
     by_nnx = layer_of("nnx")(X, KEY)
     ring = rj.Ring(ring_mesh(2), layout="zigzag")
@@ -334,6 +335,7 @@ def logits_of(config, ring=None):
     return jax.jit(logits, compiler_options=QUICK)
 
 
+@pytest.mark.slow
 def test_models_drop_with_a_new_key_per_layer_and_only_in_training():
     config = config_of(attention_dropout_rate=0.3)
     dropped = logits_of(config)(TOKENS, KEY)

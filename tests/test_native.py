@@ -127,6 +127,7 @@ def answer(**environment) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.slow
 def test_compiled_once_and_kept(tmp_path):
     assert answer(XDG_CACHE_HOME=str(tmp_path)) == "native"
     folder = tmp_path / "ringjax"
@@ -138,6 +139,7 @@ def test_compiled_once_and_kept(tmp_path):
     assert {x.name for x in folder.iterdir()} == {library.name, "lock"}
 
 
+@pytest.mark.slow
 def test_a_damaged_library_is_made_again(tmp_path):
     """Loading one that was cut short would end the process."""
     folder = tmp_path / "ringjax"

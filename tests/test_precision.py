@@ -16,7 +16,7 @@ SLOW = pytest.mark.slow
     ("dtype", "is_causal", "rule", "compiler_options"),
     [
         ("bfloat16", True, "mod", None),  # as users compile
-        ("bfloat16", False, "split", QUICK),
+        pytest.param("bfloat16", False, "split", QUICK, marks=SLOW),
         ("float16", False, "mod", QUICK),
         pytest.param("bfloat16", False, "mod", QUICK, marks=SLOW),
         pytest.param("float16", True, "mod", QUICK, marks=SLOW),

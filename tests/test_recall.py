@@ -69,6 +69,7 @@ def test_only_the_long_segment_reaches_the_answer(recall, small, reaches):
         assert connected.any(1).all() if reaches else not connected.any()
 
 
+@pytest.mark.slow
 def test_a_model_that_reaches_the_answer_learns_it(recall, small):
     task, _ = small
     whole = task.pattern(reaches=True)

@@ -107,7 +107,7 @@ GRID = pairwise(
     scale=[None, -1.5],
     dtype=["float64", "float32", "bfloat16"],
 )
-DEFAULT = covering(GRID, ("layout", "strategy"), ("layout", "is_causal"))
+DEFAULT = covering(GRID, ("layout", "is_causal"))
 
 
 @pytest.mark.parametrize(
@@ -213,7 +213,7 @@ PIECES = {
     ("name", "is_causal"),
     [
         ("detached", True),
-        ("unaligned", False),
+        pytest.param("unaligned", False, marks=SLOW),
         pytest.param("detached", False, marks=SLOW),
         pytest.param("unaligned", True, marks=SLOW),
         pytest.param("split", False, marks=SLOW),

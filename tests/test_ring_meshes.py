@@ -47,11 +47,14 @@ def explicit_mesh(*sizes, names=("ring",)):
     [
         (CASE, "zigzag"),
         # the heads of the second device select no rows, neither locally nor on the ring
-        (Case(length=64, kv_heads=4, segment_lengths=(2, 3), dilation_rates=(5, 5)), "contiguous"),
+        pytest.param(
+            Case(length=64, kv_heads=4, segment_lengths=(2, 3), dilation_rates=(5, 5)), "contiguous", marks=SLOW
+        ),
         # the rate does not divide the segment, and the length is padded
-        (
+        pytest.param(
             Case(length=57, kv_heads=4, segment_lengths=(14,), dilation_rates=(3,), rule="block", is_causal=True),
             "zigzag",
+            marks=SLOW,
         ),
     ],
     ids=["mod", "heads without rows", "unaligned"],
