@@ -42,7 +42,7 @@ ROWS = pairwise(
     q_per_kv=[1, 2],
     scale=[None, 0.7],
 )
-COVERING = covering(ROWS, ("dtype", "is_causal"), ("rule", "is_causal"), ("ids", "is_causal"))
+COVERING = covering(ROWS, ("dtype", "is_causal"))
 GRID, REST = (
     [(row["dtype"], Case(**{k: v for k, v in row.items() if k != "dtype"})) for row in rows]
     for rows in (COVERING, [row for row in ROWS if row not in COVERING])

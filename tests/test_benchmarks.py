@@ -34,12 +34,8 @@ def tiny(case: workloads.Case, length: int = 256) -> cases.Case:
     )
 
 
-QUICK = ("8K, one branch per head",)
-
-
-@pytest.mark.parametrize(
-    "name", [x if x in QUICK else pytest.param(x, marks=pytest.mark.slow) for x in workloads.NAMED]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", workloads.NAMED)
 def test_benchmark_case_matches_the_oracle(name):
     for dtype in ("float64", "float32"):
         cases.assert_equals_oracle(tiny(workloads.NAMED[name], length=128), dtype)

@@ -163,6 +163,7 @@ def test_ring_equals_oracle(name):
     assert_equals_oracle(given.case, "float64", on_ring(ring))
 
 
+@pytest.mark.slow
 def test_batch_and_heads_over_other_axes_equal_oracle():
     mesh = ring_mesh(2, 2, 2, names=("data", "ring", "tensor"))
     ring = rj.Ring(mesh, batch_axis="data", head_axis="tensor", layout="zigzag")

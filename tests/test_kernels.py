@@ -170,8 +170,8 @@ def test_ring_of_four_equals_oracle(name, implementation):
     [
         ("interpret_tpu", jnp.bfloat16),
         ("interpret_gpu", jnp.float16),
-        (None, jnp.bfloat16),
-        (None, jnp.float16),
+        pytest.param(None, jnp.bfloat16, marks=SLOW),
+        pytest.param(None, jnp.float16, marks=SLOW),
         pytest.param("interpret_gpu", jnp.bfloat16, marks=SLOW),
     ],
 )

@@ -62,7 +62,7 @@ def test_positions_equal_the_definition(layout, ring_size):
     assert result.tolist() == to_layout(np.arange(stored_length), layout, ring_size, axis=0).tolist()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.sampled_from(LAYOUTS), st.sampled_from(RING_SIZES), st.integers(0, 70), st.integers(-3, 2))
 def test_round_trip_is_exact(layout, ring_size, length, axis):
     shape = [2, 3, 4]

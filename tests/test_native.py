@@ -160,6 +160,7 @@ def test_a_flag_that_the_compiler_does_not_know_is_left_out(tmp_path):
     assert "__GNUC__" in macros
 
 
+@pytest.mark.slow
 def test_without_a_compiler_plain_xla_computes(tmp_path):
     reason = answer(XDG_CACHE_HOME=str(tmp_path), PATH=str(tmp_path), CXX="")
     assert reason == "there is no C++ compiler (CXX, c++, g++, clang++)"

@@ -80,7 +80,7 @@ def test_ring_over_processes(num_processes, devices):
     assert_none_left(results, num_processes)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_process_ends_the_others(victim, monkeypatch):
     monkeypatch.setattr(processes, "GRACE_SECONDS", 4.0)
     work = f"""

@@ -212,7 +212,7 @@ PIECES = {
 @pytest.mark.parametrize(
     ("name", "is_causal"),
     [
-        ("detached", True),
+        pytest.param("detached", True, marks=SLOW),
         pytest.param("unaligned", False, marks=SLOW),
         pytest.param("detached", False, marks=SLOW),
         pytest.param("unaligned", True, marks=SLOW),

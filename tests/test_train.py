@@ -94,6 +94,7 @@ def test_a_run_leaves_everything(run):
     assert (run / "loss.png").read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.slow
 def test_goes_on_over_data_ring_and_tensor_until_asked_to_stop(run, texts, tmp_path, monkeypatch, capsys):
     """From a checkpoint of one device, over 8 of them in two micro-batches: the losses of the run before."""
     out, before = continued(run, tmp_path, up_to=2), losses(run)

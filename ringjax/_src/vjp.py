@@ -1,4 +1,4 @@
-"""The custom VJP: all branches of an attention call on one device, one loop forward and one loop backward.
+"""The custom VJP: all branches of an attention call on one device, one loop forward, one backward.
 
 Legend: ``B`` batch, ``c`` rows that the device holds (all ``T`` without a ring), ``K`` key/value heads, ``G`` query
 heads per key/value head, ``H`` head dim.

@@ -8,7 +8,7 @@ spans all devices, every pair of devices has the same work:
     pairs       front-front, back-back (diagonal),  back-front, front-front        back-front, back-back
                 back-front
 
-If segments are shorter, they hold either front chunks or back chunks, and there is one pair per device pair.
+If segments are shorter, they hold either front chunks or back chunks, so the pair back-front has no work.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ class Branch(Protocol):
         """Merges the branch into `merged`, (B, c, K, G, H) and (B, c, K, G)."""
 
     def start_bwd(self, shard: Shard, residuals: Residuals, kept: Kept) -> InFlight:
-        """Starts the communication of the backward pass."""
+        """Starts the backward pass: at least its communication, or all of it up to the last message."""
 
     def finish_bwd(self, shard: Shard, residuals: Residuals, kept: Kept, in_flight: InFlight, grads: Grads) -> Grads:
         """Adds the gradients of the branch to `grads`, which are like query, key and value."""

@@ -9,8 +9,8 @@ that sending and computing overlap.
     i = 2   2  1  0  3
     i = 3   3  2  1  0
 
-In the backward pass, gradients of keys rotate one hop behind the keys, and a last rotation brings them home. Where that
-sends fewer bytes (few query heads, or many hops), queries rotate instead, and keys stay.
+In the backward pass, gradients of keys rotate one hop behind the keys, and a last rotation returns them to the device
+of their keys. With one query head per key/value head, rotating the queries instead sends fewer bytes, and keys stay.
 """
 
 from __future__ import annotations

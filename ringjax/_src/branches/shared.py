@@ -96,24 +96,25 @@ class SharedBranch(abc.ABC):
         """Attends and merges."""
         views = self._views(shard)
 
-        def piece(
-            branch: SharedBranch, merged: PartialSoftmax, keys: PackedKeys, in_flight: InFlight
-        ) -> tuple[PartialSoftmax, Array]:
-            part = branch.attend_all(branch._pack_queries(views), keys, in_flight)
-            return branch._packer.merge(merged, part), part.out
+        def attend_and_merge(
+            branch: SharedBranch, merged: PartialSoftmax, keys: PackedKeys, sent: InFlight
+        ) -> tuple[PartialSoftmax, Array | None]:
+            part = branch.attend_all(branch._pack_queries(views), keys, sent)
+            return branch._packer.merge(merged, part), part.out if self._is_detached else None
 
-        def step(merged: PartialSoftmax, index: Array) -> tuple[PartialSoftmax, Array]:
+        def step(merged: PartialSoftmax, index: Array) -> tuple[PartialSoftmax, Array | None]:
             branch = self._piece(index)
             keys = branch._pack_keys(views)
-            return piece(branch, merged, keys, branch.send(keys))
+            return attend_and_merge(branch, merged, keys, branch.send(keys))
 
         merged_views = PartialSoftmax(*(self.rows.view(x) for x in merged))
         if self.plan.pieces > 1:
-            found, out = lax.scan(step, merged_views, jnp.arange(self.plan.pieces, dtype=jnp.int32))
+            found, kept = lax.scan(step, merged_views, jnp.arange(self.plan.pieces, dtype=jnp.int32))
         else:
-            found, out = piece(self, merged_views, *in_flight)
+            keys, sent = in_flight
+            found, kept = attend_and_merge(self, merged_views, keys, sent)
         merged = PartialSoftmax(*(self.rows.put_view(x, y) for x, y in zip(merged, found, strict=True)))
-        return merged, out if self._is_detached else None
+        return merged, kept
 
     def start_bwd(self, shard: Shard, residuals: Residuals, kept: Kept) -> InFlight:
         """Computes the packed gradients, whose last message overlaps with local branches, unless sent in pieces."""
@@ -239,6 +240,7 @@ class SharedBranch(abc.ABC):
     # Packing.
 
     def _piece(self, index: Array) -> Self:
+        """Restricts the branch to the heads of one piece."""
         num = len(self.rows.heads) // self.plan.pieces
         return dataclasses.replace(self, rows=self.rows.head_range(index * num, num))
 

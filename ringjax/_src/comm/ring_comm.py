@@ -65,7 +65,7 @@ class RingComm:
 
 
 def scan_hops(step: Callable[[State, Array], State], state: State, first: int, end: int) -> State:
-    """Runs `step` on the hops from `first` up to `end`."""
+    """Runs `step` on the hops from `first` to `end - 1`."""
     if end <= first:
         return state
     return lax.scan(lambda state, hop: (step(state, hop), None), state, jnp.arange(first, end, dtype=jnp.int32))[0]

@@ -80,7 +80,8 @@ def _run(config: AttendConfig, case: Case, given: Given, run: Callable[[Backend,
         assert name is not None
         candidates = [BACKENDS[name.removeprefix(_INTERPRET)]]
     else:
-        candidates = [x for x in BACKENDS.values() if (x.platform if name is None else x.implementation == name)]
+        is_candidate = lambda x: x.platform is not None if name is None else x.implementation == name  # noqa: E731
+        candidates = [x for x in BACKENDS.values() if is_candidate(x)]
     reasons = {x: x.why_not(case, config) for x in candidates}
     possible = [x for x in candidates if not reasons[x]]
     if name is not None and not possible:
@@ -106,7 +107,7 @@ def _run(config: AttendConfig, case: Case, given: Given, run: Callable[[Backend,
             )
         )
 
-    branches = {x.platform: _bound(run, x) for x in possible if x.platform}
+    branches = {x.platform: _bound(run, x) for x in reversed(possible) if x.platform}  # the first of a platform wins
     return lax.platform_dependent(given, **branches, default=xla_run if name is None else refuse)
 
 

@@ -80,7 +80,8 @@ class AttendConfig:
         dropout_rate: Probability of dropping a weight.
         implementation: The implementation that the caller asked for, or None.
         block_sizes: Block sizes of the Pallas kernels, or None for the defaults.
-        is_prior_empty: Whether `prior` (or `grads`) has no results yet, so that it need not be read.
+        is_prior_empty: Whether `prior` (or `grads`) has no results for the selected rows yet. A hint: an implementation
+            may read it anyway.
     """
 
     is_causal: bool
@@ -261,7 +262,8 @@ class Backend:
     Attributes:
         name: Name of the backend.
         implementation: Value of the argument `implementation` that selects it.
-        platform: The JAX platform that it runs on, or None for every platform.
+        platform: The JAX platform that it runs on, one of those that `platform.py` lowers for; the first backend of a
+            platform that supports a call is the default there. None for every platform, but only on request.
         attend: See the module docstring.
         attend_bwd: See the module docstring.
         limits: What its kernels support, or None for everything.

@@ -32,6 +32,10 @@ def on_its_platform(platform: str, call: Callable[..., Sequence[Array]], *arrays
         *arrays: Its arguments.
         sums: Number of its results.
     """
+    if platform not in (*PLATFORMS, "cpu"):
+        raise ValueError(
+            f"`platform` must be one of {(*PLATFORMS, 'cpu')}, for which lowerings exist, got {platform!r}."
+        )
     return _kernel.bind(*arrays, platform=platform, call=call, sums=sums)
 
 

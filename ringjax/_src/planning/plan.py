@@ -37,7 +37,7 @@ from ringjax._src.validation import (
 
 _LATENCY_BYTES = 256 * 1024  # a hop of fewer bytes takes about as long as an empty one
 _LONG_MESSAGE = 2**19  # bytes; cutting longer messages costs no time
-_PLANNED = AttentionSpec._fields[: AttentionSpec._fields.index("axis_name")]  # the rest does not affect a plan
+_PLANNED = AttentionSpec._fields[: AttentionSpec._fields.index("axis_name")]  # shown by `to_dict`
 
 
 @dataclasses.dataclass(frozen=True)

@@ -44,7 +44,7 @@ class RowSelection:
         counts: Rows that each head selects in a whole segment, (heads,).
         blocks: Block sizes of plain XLA.
         is_ragged: Whether some head has fewer rows than the blocks of plain XLA hold.
-        has_empty_heads: Whether some of `heads` may select no row; their count is 0.
+        has_empty_heads: Whether some of `heads` may select no row, and nothing else masks them; their count is 0.
     """
 
     branch: int
