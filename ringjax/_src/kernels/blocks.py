@@ -184,14 +184,15 @@ def has_mask_inputs(operands: Operands) -> bool:
     return operands.query_ids is not None or (operands.pairs is not None and operands.pairs.positions is not None)
 
 
-def pair_ranges(operands: Operands, which: int, config: KernelConfig) -> Array:
-    """Returns the KV block ranges of dense operands, or of one pair of chunks."""
+def pair_ranges(operands: Operands, config: KernelConfig) -> list[Array]:
+    """Returns the KV block ranges of each pair of chunks, or of dense operands."""
     counts, pairs = jnp.asarray(operands.rows.counts), operands.pairs
     if pairs is None:
-        return config.kv_block_ranges(counts)
-    active = None if pairs.active is None else pairs.active[which]
-    ranges = None if pairs.key_ranges is None else pairs.key_ranges(*config.query_block_rows())[which]
-    return config.kv_block_ranges(counts, active, ranges)
+        return [config.kv_block_ranges(counts)]
+    num = len(pairs.query)
+    active = [None] * num if pairs.active is None else list(pairs.active)
+    key_ranges = [None] * num if pairs.key_ranges is None else list(pairs.key_ranges(*config.query_block_rows()))
+    return [config.kv_block_ranges(counts, *pair) for pair in zip(active, key_ranges, strict=True)]
 
 
 def packed_mask_inputs(operands: Operands, config: KernelConfig) -> tuple[Array, Array] | None:
@@ -235,8 +236,8 @@ class StridedRows(NamedTuple):
     key_inputs: Array | None
 
 
-def strided_rows(operands: Operands, which: int, config: KernelConfig) -> StridedRows:
-    """Returns dense operands, or one pair of chunks of packed ones, as strided rows."""
+def strided_rows(operands: Operands, config: KernelConfig) -> list[StridedRows]:
+    """Returns each pair of chunks, or dense operands, as strided rows."""
     rows, pairs = operands.rows, operands.pairs
     query, kv = flat(operands.query), tuple(flat(x) for x in operands.kv)
     if pairs is None:
@@ -247,19 +248,17 @@ def strided_rows(operands: Operands, which: int, config: KernelConfig) -> Stride
         start, head = jnp.broadcast_arrays(entry + chunk + offsets, heads)
         tasks = jnp.stack([start.ravel(), start.ravel(), head.ravel()], axis=1)
         ids = None if operands.query_ids is None else operands.query_ids.reshape(1, -1).astype(jnp.int32)
-        return StridedRows(query, kv, tasks, ids, ids)
-    num_tasks, num_chunks = operands.query.shape[:2]
-    task = jnp.arange(num_tasks, dtype=jnp.int32)
-    starts = [(task * num_chunks + chunk[which]) * config.num_rows for chunk in (pairs.query, pairs.key)]
-    tasks = jnp.stack([*starts, jnp.zeros_like(task)], axis=1)
+        return [StridedRows(query, kv, tasks, ids, ids)]
     inputs = packed_mask_inputs(operands, config) or (None, None)
     of_query, of_key = (None if x is None else x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1) for x in inputs)
-    return StridedRows(query, kv, tasks, of_query, of_key)
-
-
-def num_pairs(operands: Operands) -> int:
-    """Returns how often a kernel runs: once for dense operands, else for every pair of chunks."""
-    return 1 if operands.pairs is None else len(operands.pairs.query)
+    num_tasks, num_chunks = operands.query.shape[:2]
+    task = jnp.arange(num_tasks, dtype=jnp.int32)
+    every = []
+    for which in range(len(pairs.query)):
+        starts = [(task * num_chunks + chunk[which]) * config.num_rows for chunk in (pairs.query, pairs.key)]
+        tasks = jnp.stack([*starts, jnp.zeros_like(task)], axis=1)
+        every.append(StridedRows(query, kv, tasks, of_query, of_key))
+    return every
 
 
 def flat(x: Array) -> Array:

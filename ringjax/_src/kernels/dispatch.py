@@ -6,7 +6,7 @@ A new implementation is one file with a `Backend`, and one entry of `BACKENDS`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -36,7 +36,6 @@ TARGETS: tuple[Target, ...] = ("tpu", "gpu")  # of Pallas kernels
 _INTERPRET = "interpret_"
 
 Given = TypeVar("Given")
-Result = TypeVar("Result")
 
 
 def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> PartialSoftmax:
@@ -56,7 +55,7 @@ def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: A
 def delta(dout: Array, out: Array, dtype: jnp.dtype, config: AttendConfig) -> Array:
     """Computes ``sum(dout * out)`` over the last axis in this dtype, as `attend_bwd` needs it."""
     case = Case(out.dtype.name, out.shape[-1], out.size // out.shape[-1], 1)
-    return _run(config, case, (dout, out), lambda backend, given: backend.delta(*given, dtype))
+    return _run(config, case, (dout, out), lambda backend, given: backend.delta(*given, dtype), is_update=False)
 
 
 def check_implementation(implementation: str | None, block_sizes: BlockSizes | None) -> None:
@@ -73,8 +72,18 @@ def check_implementation(implementation: str | None, block_sizes: BlockSizes | N
             )
 
 
-def _run(config: AttendConfig, case: Case, given: Given, run: Callable[[Backend, Given], Result]) -> Result:
-    """Runs a backend. If several are possible, the platform that the program is lowered for decides."""
+def _run(
+    config: AttendConfig, case: Case, given: Given, run: Callable[[Backend, Given], Any], *, is_update: bool = True
+) -> Any:  # noqa: ANN401
+    """Runs a backend. If several are possible, the platform that the program is lowered for decides.
+
+    Args:
+        config: Options of the call.
+        case: What decides which backends are possible.
+        given: What is updated, or else the arguments.
+        run: Runs a backend on `given`.
+        is_update: Whether the result has the types of `given`.
+    """
     name = config.implementation
     if config.is_interpreted:
         assert name is not None
@@ -95,21 +104,20 @@ def _run(config: AttendConfig, case: Case, given: Given, run: Callable[[Backend,
     if not possible:
         return xla_run(given)
 
-    def refuse(given: Given) -> Result:
+    def refuse(given: Given) -> Any:  # noqa: ANN401
         unsupported = "".join(f" ({reason})" for reason in reasons.values() if reason)
         platforms = " and ".join(x.platform for x in candidates if x.platform)
         interpreted = ', or "interpret_tpu" or "interpret_gpu" to test the kernels there' if name == "pallas" else ""
-        return xla_run(
-            refused(
-                given,
-                f'`implementation={name!r}` has kernels for {platforms} only{unsupported}; use None or "xla" '
-                f"elsewhere{interpreted}.",
-            )
+        reason = (
+            f'`implementation={name!r}` has kernels for {platforms} only{unsupported}; use None or "xla" '
+            f"elsewhere{interpreted}."
         )
+        stub = refused(given, reason)
+        return stub if is_update else xla_run(stub)
 
     branches = {x.platform: _bound(run, x) for x in reversed(possible) if x.platform}  # the first of a platform wins
     return lax.platform_dependent(given, **branches, default=xla_run if name is None else refuse)
 
 
-def _bound(run: Callable[[Backend, Given], Result], backend: Backend) -> Callable[[Given], Result]:
+def _bound(run: Callable[[Backend, Given], Any], backend: Backend) -> Callable[[Given], Any]:
     return lambda given: run(backend, given)

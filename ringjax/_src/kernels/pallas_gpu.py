@@ -27,7 +27,6 @@ from ringjax._src.kernels.blocks import (
     given_blocks,
     has_mask_inputs,
     kernel_config,
-    num_pairs,
     pair_ranges,
     strided_rows,
 )
@@ -44,8 +43,7 @@ def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> P
     """Merges the attention of the selected rows into `prior`, float32."""
     kernel = _kernel_config(operands, config, is_bwd=False)
     out, lse = flat(prior.out), prior.lse.reshape(-1)
-    for which in range(num_pairs(operands)):
-        rows, ranges = strided_rows(operands, which, kernel), pair_ranges(operands, which, kernel)
+    for rows, ranges in zip(strided_rows(operands, kernel), pair_ranges(operands, kernel), strict=True):
         out, lse = forward(PartialSoftmax(out, lse), rows, ranges, kernel)
     return PartialSoftmax(out.reshape(prior.out.shape), lse.reshape(prior.lse.shape))
 
@@ -55,8 +53,7 @@ def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: A
     kernel = _kernel_config(operands, config, is_bwd=True)
     given = flat(residuals.dout), residuals.lse.reshape(-1), residuals.delta.reshape(-1)
     dq, dkv = flat(grads.query), tuple(flat(x) for x in grads.kv)
-    for which in range(num_pairs(operands)):
-        rows, ranges = strided_rows(operands, which, kernel), pair_ranges(operands, which, kernel)
+    for rows, ranges in zip(strided_rows(operands, kernel), pair_ranges(operands, kernel), strict=True):
         dq = query_gradient(dq, rows, given, ranges, kernel)
         dkv = key_gradient(dkv, rows, given, kernel.q_block_ranges(ranges), kernel)
     dkv = tuple(x.reshape(y.shape) for x, y in zip(dkv, grads.kv, strict=True))

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from ringjax._src.kernels.blocks import Blocks, KernelConfig, flat, kernel_config, num_pairs, pair_ranges, strided_rows
+from ringjax._src.kernels.blocks import Blocks, KernelConfig, flat, kernel_config, pair_ranges, strided_rows
 from ringjax._src.kernels.cpu import build
 from ringjax._src.kernels.interface import AttendConfig, Backend, Grads, Limits, Operands, Residuals
 from ringjax._src.kernels.platform import on_its_platform
@@ -25,8 +25,8 @@ def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> P
     """Merges the attention of the selected rows into `prior`."""
     kernel = kernel_config(operands, config, Blocks(_QUERY_ROWS, _KEY_ROWS))
     out, lse = flat(prior.out), prior.lse.reshape(-1)
-    for which in range(num_pairs(operands)):
-        out, lse = _call("forward", (*_inputs(operands, which, kernel), out, lse), sums=2, **_attributes(kernel))
+    for inputs in _inputs(operands, kernel):
+        out, lse = _call("forward", (*inputs, out, lse), sums=2, **_attributes(kernel))
     return PartialSoftmax(out.reshape(prior.out.shape), lse.reshape(prior.lse.shape))
 
 
@@ -36,9 +36,8 @@ def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: A
     given = flat(residuals.dout), residuals.lse.reshape(-1), residuals.delta.reshape(-1)
     arrays = grads.query, *grads.kv
     sums = [flat(x) for x in arrays]
-    for which in range(num_pairs(operands)):
-        inputs = *_inputs(operands, which, kernel), *given, *sums
-        sums = _call("backward", inputs, sums=len(sums), **_attributes(kernel))
+    for inputs in _inputs(operands, kernel):
+        sums = _call("backward", (*inputs, *given, *sums), sums=len(sums), **_attributes(kernel))
     dq, *dkv = (x.reshape(y.shape) for x, y in zip(sums, arrays, strict=True))
     return Grads(dq, tuple(dkv))
 
@@ -54,11 +53,12 @@ def delta(dout: Array, out: Array, dtype: jnp.dtype) -> Array:
     return sums.reshape(dout.shape[:-1])
 
 
-def _inputs(operands: Operands, which: int, config: KernelConfig) -> tuple[Array, ...]:
-    rows, ranges = strided_rows(operands, which, config), pair_ranges(operands, which, config)
+def _inputs(operands: Operands, config: KernelConfig) -> Iterator[tuple[Array, ...]]:
+    """Yields the inputs of the calls for each pair of chunks, or of the one call for dense operands."""
     none = jnp.zeros((0, 0), jnp.int32)
-    mask_inputs = (none if x is None else x for x in (rows.query_inputs, rows.key_inputs))
-    return rows.tasks, ranges, rows.query, rows.kv[0], rows.kv[-1], *mask_inputs
+    for rows, ranges in zip(strided_rows(operands, config), pair_ranges(operands, config), strict=True):
+        mask_inputs = (none if x is None else x for x in (rows.query_inputs, rows.key_inputs))
+        yield rows.tasks, ranges, rows.query, rows.kv[0], rows.kv[-1], *mask_inputs
 
 
 def _attributes(config: KernelConfig) -> dict[str, np.integer | np.floating]:

@@ -6,7 +6,7 @@ A TPU kernel reads whole tiles, so dense operands are packed first; docs/kernels
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -22,7 +22,6 @@ from ringjax._src.kernels.blocks import (
     fitting_blocks,
     given_blocks,
     kernel_config,
-    num_pairs,
     packed_mask_inputs,
     pair_ranges,
 )
@@ -41,8 +40,8 @@ def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> P
     if operands.pairs is None:
         return attend_packed(attend, prior, operands, config)
     kernel = _kernel_config(operands, config, is_bwd=False)
-    for which in range(num_pairs(operands)):
-        prior = forward(prior, _packed_rows(operands, which, kernel), config=kernel)
+    for rows in _packed_rows(operands, kernel):
+        prior = forward(prior, rows, config=kernel)
     return prior
 
 
@@ -53,11 +52,10 @@ def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: A
     kernel = _kernel_config(operands, config, is_bwd=True)
     dq, (dkv,) = grads
     given = OutputGrads(residuals.dout, jnp.stack([residuals.lse, residuals.delta], axis=2))
-    for which in range(num_pairs(operands)):
-        rows = _packed_rows(operands, which, kernel)
+    for rows in _packed_rows(operands, kernel):
         dq = query_gradient(dq, rows, given, config=kernel)
-        rows = rows._replace(ranges=kernel.q_block_ranges(rows.ranges))
-        dkv = key_gradient(dkv, rows, given, config=kernel)
+        transposed = rows._replace(ranges=kernel.q_block_ranges(rows.ranges))
+        dkv = key_gradient(dkv, transposed, given, config=kernel)
     return Grads(dq, (dkv,))
 
 
@@ -94,13 +92,14 @@ class PackedRows(NamedTuple):
     mask_inputs: tuple[Array, Array] | None
 
 
-def _packed_rows(operands: Operands, which: int, config: KernelConfig) -> PackedRows:
-    assert operands.pairs is not None
-    inputs = packed_mask_inputs(operands, config)
+def _packed_rows(operands: Operands, config: KernelConfig) -> Iterator[PackedRows]:
+    """Yields the rows of each pair of chunks."""
+    pairs, inputs = operands.pairs, packed_mask_inputs(operands, config)
+    assert pairs is not None
     if inputs is not None:
         inputs = jnp.repeat(inputs[0], config.q_per_kv, axis=3), inputs[1]
-    chunks = jnp.stack([operands.pairs.query[which], operands.pairs.key[which]])
-    return PackedRows(operands.query, operands.kv[0], chunks, pair_ranges(operands, which, config), inputs)
+    for *chunks, ranges in zip(pairs.query, pairs.key, pair_ranges(operands, config), strict=True):
+        yield PackedRows(operands.query, operands.kv[0], jnp.stack(chunks), ranges, inputs)
 
 
 class OutputGrads(NamedTuple):
