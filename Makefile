@@ -43,7 +43,7 @@ types: $(VENV)/ready
 
 # most of the time is spent compiling, so skip optimizations
 doctest: $(VENV)/ready
-	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q --doctest-modules ringjax
+	JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal --doctest-modules ringjax
 
 # runs the CPU kernels under address, undefined-behavior and thread sanitizers, without Python; takes a few minutes.
 # SANITIZE=--quick tests two dtypes and fewer shapes, in about 20 seconds

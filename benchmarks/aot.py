@@ -49,19 +49,58 @@ class Case:
 CASES = {
     "ring": Case(
         "131,072 tokens, 8 heads of 128, bfloat16, causal, zigzag; segments 2048, 16384, 131072, rates 1, 4, 16",
-        Workload(rj.DilationPattern((2048, 16384, 131072), (1, 4, 16)), seq_len=131072, num_heads=8, head_dim=128),
+        Workload(
+            rj.DilationPattern((2048, 16384, 131072), (1, 4, 16)),
+            seq_len=131072,
+            num_heads=8,
+            head_dim=128,
+            strategy="ring",
+        ),
         {"tpu": ("v5e:2x4", "v5p:2x2x2", "v6e:2x4"), "cuda": ("A100", "H100", "B200")},
+    ),
+    "exchange": Case(
+        "131,072 tokens, 16 heads of 128, bfloat16, causal, contiguous; segments 2048, 32768, 131072, rates 1, 4, 16",
+        Workload(
+            rj.DilationPattern((2048, 32768, 131072), (1, 4, 16)),
+            seq_len=131072,
+            num_heads=16,
+            head_dim=128,
+            layout="contiguous",
+            strategy="all_to_all",
+        ),
+        {"tpu": ("v5e:4x4", "v5p:2x2x2", "v6e:2x4"), "cuda": ("A100", "H100", "B200")},
+    ),
+    "million exchange": Case(
+        "1,048,576 tokens, 16 heads of 128, bfloat16, causal, contiguous; segments 2048, 32768, 2^20, rates 1, 8, 64",
+        Workload(
+            rj.DilationPattern((2048, 32768, 2**20), (1, 8, 64)),
+            seq_len=2**20,
+            num_heads=16,
+            head_dim=128,
+            layout="contiguous",
+            strategy="all_to_all",
+        ),
+        {"tpu": ("v5p:2x2x2", "v5e:4x4"), "cuda": ("H100",)},
+        passes=("gradient",),
     ),
     "million": Case(
         "1,048,576 tokens, 16 heads of 128, bfloat16, causal, zigzag; segments 2048, 32768, 1048576, rates 1, 8, 64",
-        Workload(rj.DilationPattern((2048, 32768, 2**20), (1, 8, 64)), seq_len=2**20, num_heads=16, head_dim=128),
+        Workload(
+            rj.DilationPattern((2048, 32768, 2**20), (1, 8, 64)),
+            seq_len=2**20,
+            num_heads=16,
+            head_dim=128,
+            strategy="ring",
+        ),
         {"tpu": ("v5p:2x2x2", "v5e:4x4"), "cuda": ("H100",)},
         passes=("gradient",),
     ),
     **{
         f"dim{dim}": Case(
             f"32,768 tokens, 4 heads of {dim}, bfloat16, causal, zigzag; segments 2048, 32768, rates 1, 4",
-            Workload(rj.DilationPattern((2048, 32768), (1, 4)), seq_len=32768, num_heads=4, head_dim=dim),
+            Workload(
+                rj.DilationPattern((2048, 32768), (1, 4)), seq_len=32768, num_heads=4, head_dim=dim, strategy="ring"
+            ),
             {"tpu": ("v5e:2x4",), "cuda": ("A100", "H100", "B200")},
             passes=("gradient",),
         )
@@ -89,6 +128,10 @@ class Row:
     hop_permutes_hidden_by_kernel: int = 0
     hop_permutes_hidden_by_dots: int = 0
     other_permutes_hidden: int = 0
+    exchanges: int = 0
+    exchanges_async: int = 0
+    exchange_bytes: int = 0
+    exchange_bytes_hidden: int = 0
     exposed: list[str] = dataclasses.field(default_factory=list)
     copied_bytes: int = 0
     kernels: list[str] = dataclasses.field(default_factory=list)
@@ -112,7 +155,10 @@ class Row:
         failures = []
         if needs_kernel and not self.kernels:
             failures.append("has no kernel")
-        if self.hop_permutes == 0:
+        if CASES[self.case].workload.strategy != "ring":
+            if self.exchanges == 0 or self.permutes:
+                failures.append(f"has {self.exchanges} exchanges and {self.permutes} permutes")
+        elif self.hop_permutes == 0:
             failures.append("has no hop loop")
         by_kernel = needs_kernel or bool(self.kernels)
         compute = "a kernel" if by_kernel else "a matrix multiply"
@@ -173,6 +219,9 @@ def _fill_schedule(row: Row, parsed: Schedule) -> None:
         for x in exposed
     ]
     row.copied_bytes = parsed.copied_bytes
+    row.exchanges, row.exchanges_async = len(parsed.exchanges), sum(x.is_async for x in parsed.exchanges)
+    row.exchange_bytes = sum(x.bytes for x in parsed.exchanges)
+    row.exchange_bytes_hidden = sum(x.bytes for x in parsed.exchanges if x.is_async and x.between != "nothing")
 
 
 def _fill_kernels(row: Row, parsed: Schedule, target: Target, folder: str) -> None:
@@ -218,7 +267,7 @@ def degrade(defect: str) -> None:
         partial = self.attend_chunks(
             self.empty_partial(queries), queries, keys, query_device=me, key_device=me, is_own=True
         )
-        keys, partial = scan_hops(step, (in_flight, partial), 1, last_hop)
+        keys, partial = scan_hops(step, (in_flight[0], partial), 1, last_hop)
         return attend(partial, keys, last_hop)
 
     RingBranch.attend_all = attend_all
@@ -232,6 +281,7 @@ def table(rows: list[Row], platform: str) -> Table:
         shown.add_column(title, justify="left" if title in ("case", "target", "pass") else "right")
     shown.add_column("hop loops: hidden by kernel / dots / all", justify="right")
     shown.add_column("elsewhere: hidden / all", justify="right")
+    shown.add_column("exchanges: async / all, bytes hidden", justify="right")
     shown.add_column("copied per hop", justify="right")
     shown.add_column(f"kernels: {resources}", justify="right")
     for row in rows:
@@ -239,6 +289,7 @@ def table(rows: list[Row], platform: str) -> Table:
         if row.compiled:
             assert row.device_bytes is not None
             limit = target_named(row.target).memory_bytes / GIB
+            share = row.exchange_bytes_hidden / max(row.exchange_bytes, 1)
             hidden = f"{row.hop_permutes_hidden_by_kernel} / {row.hop_permutes_hidden_by_dots} / {row.hop_permutes}"
             cells += [
                 f"{row.seconds:.1f}",
@@ -246,6 +297,7 @@ def table(rows: list[Row], platform: str) -> Table:
                 f"{row.permutes_async} / {row.permutes}",
                 hidden,
                 f"{row.other_permutes_hidden} / {row.permutes - row.hop_permutes}",
+                f"{row.exchanges_async} / {row.exchanges}, {share:.0%}",
                 f"{row.copied_bytes / 2**20:.1f} MiB",
                 _kernels_cell(row),
             ]

@@ -109,7 +109,9 @@ def read(paths: list[pathlib.Path]) -> list[dict]:
     for row in rows:
         target = target_named(row["target_name"])
         planned = expected(on_target(PlanOptions(**row["job"]), target), target, row["part"])
-        row |= {name: getattr(planned, name) for name in ("planned_bytes", "planned_permutes", "planned_sent_bytes")}
+        row |= {
+            name: getattr(planned, name) for name in ("planned_bytes", "planned_collectives", "planned_operand_bytes")
+        }
     return rows
 
 
@@ -125,17 +127,9 @@ def memory_ratio(row: dict) -> float:
 
 def messages(row: dict) -> str:
     """Returns "exact" if the plan predicted the communication, else the differing counts."""
-    planned = row["planned_permutes"], row["planned_sent_bytes"], planned_others(row)
-    compiled = row["permutes"], row["sent_bytes"], row["other_collectives"]
+    planned = row["planned_collectives"], row["planned_operand_bytes"]
+    compiled = row["collectives"], row["operand_bytes"]
     return "exact" if planned == compiled else f"{planned} planned, {compiled} compiled"
-
-
-def planned_others(row: dict) -> int:
-    """Returns the number of planned collectives other than permutes."""
-    plan = on_target(PlanOptions(**row["job"]), target_named(row["target_name"])).plan()
-    passes = ("forward",) if row["part"] == "forward" else ("forward", "backward")
-    collectives = [m for branch in plan.branches for name in passes for m in getattr(branch, name)]
-    return sum(m.number for m in collectives if m.op != "collective-permute")
 
 
 def failures(rows: list[dict]) -> list[str]:
@@ -161,7 +155,7 @@ def table(rows: list[dict]) -> str:
         job = row["job"]
         cells = [row["target"], row["about"], f"{job['seq_len']:,}", job["pattern_text"], job["dtype"], row["part"]]
         cells += [bytes_text(row["planned_bytes"]), bytes_text(row["device_bytes"]), f"{memory_ratio(row):.2f}"]
-        sent = f"{row['permutes']:,}, {bytes_text(row['sent_bytes'])}: {messages(row)}"
+        sent = f"{row['collectives']:,}, {bytes_text(row['operand_bytes'])}: {messages(row)}"
         lines.append("| " + " | ".join([*cells, sent]) + " |")
     return "\n".join(lines)
 

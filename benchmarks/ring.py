@@ -68,6 +68,33 @@ def ring_sizes(bench: Bench) -> list[Table]:
     ]
 
 
+def strategies(bench: Bench) -> Table:
+    """Measures the time of each way to share segments relative to the automatic choice."""
+    ways = ("auto", "auto again", "all_to_all", "ring", "all_gather")
+    rows = []
+    for length in (16384,) if bench.quick else (32768, 131072):
+        case = ring_case(length)
+        for size in (8,) if bench.quick else (2, 4, 8):
+            for grad in (True,) if bench.quick else (False, True):
+                candidates = {
+                    way: Candidate("ring", devices=size, options={"strategy": way.removesuffix(" again")})
+                    for way in ways
+                }
+                candidates |= {"one": Candidate("one device"), "heads": Candidate("heads", devices=2)}
+                results = bench.measure(case, grad, candidates)
+                auto = results["auto"].median
+                best = min(results[name].median for name in ("one", "heads"))
+                row = {"tokens": length, "devices": size, "pass": pass_name(grad), "auto (s)": auto}
+                row |= {way: results[way].median / auto for way in ways[1:]}
+                rows.append({**row, "auto / no ring": auto / best, "spread": max_spread(results)})
+    notes = (
+        "Time of each strategy divided by that of `strategy='auto'`, measured alternately: values below 1 are faster "
+        "than the automatic choice; *auto again* shows the noise. Causal; 8 heads of 64; contiguous layout, zigzag for "
+        "rings and all-gather. *auto / no ring*: relative to the faster of one device and two head-sharded devices."
+    )
+    return Table("strategies", "Ways to share segments", notes, rows)
+
+
 def cores(bench: Bench) -> Table:
     """Measures the speedup of a ring of two on two cores over one device on one core."""
     rows = []
@@ -151,6 +178,7 @@ def memory_reduction(results: dict[str, Result]) -> float | None:
 def tables(bench: Bench) -> Iterator[Table]:
     """Measures all tables of this part."""
     yield from ring_sizes(bench)
+    yield strategies(bench)
     if bench.is_cpu and len(CORES) > 1:
         yield cores(bench)
     yield dense_rings(bench)

@@ -147,10 +147,11 @@ def budget(bench: Bench) -> list[Table]:
         rows.append({**row, "compiled / budget": compiled and compiled / measured["budget"]})
     notes = (
         "Memory per device on a ring of 8: 16,384 tokens, segments 1024 and 16384 with rates 1 and 64, forward and "
-        "backward. With a large budget the plan all-gathers the few selected rows; with a smaller one it rotates them "
-        "around the ring; if even that does not fit, it raises an error that states the memory needed. For comparison, "
-        "the memory pool of the DarcStar fork of dilated-attention-pytorch used 2.9 to 6.1 times the memory for 0.9 to "
-        "1.1 times the time. ringjax needs no pool, because XLA assigns all buffers of a program at compile time."
+        "backward. With a large budget the plan takes the fastest strategy; with a smaller one it rotates the few "
+        "selected rows around the ring; if even that does not fit, it raises an error that states the memory needed. "
+        "For comparison, the memory pool of the DarcStar fork of dilated-attention-pytorch used 2.9 to 6.1 times the "
+        "memory for 0.9 to 1.1 times the time. ringjax needs no pool, because XLA assigns all buffers of a program "
+        "at compile time."
     )
     return [Table("budget", "Memory budgets", notes, rows)]
 

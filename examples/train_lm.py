@@ -76,7 +76,7 @@ class Config:
     data: int = flag(1, "mesh axis: devices that shard the batch and the parameters (FSDP)", at_least(1))
     ring: int = flag(0, "mesh axis: devices that shard a sequence; 0: all remaining devices", at_least(0))
     tensor: int = flag(1, "mesh axis: devices that shard heads and hidden features", at_least(1))
-    layout: str = flag("auto", "contiguous or zigzag; auto: zigzag if the ring has several devices")
+    layout: str = flag("auto", "contiguous or zigzag; auto: zigzag if keys rotate or are gathered")
     devices: int = flag(0, "simulated CPU devices per process; 0: use the available devices", at_least(0))
     distributed: bool = flag(False, "run several processes, detected by JAX (SLURM, Cloud TPU)")
     coordinator: str = flag("", "run several processes: HOST:PORT of the first one", flags.ADDRESS)
@@ -155,24 +155,13 @@ class Training:
 
     def __init__(self, config: Config, mesh: jax.sharding.Mesh) -> None:
         self.config, self.mesh = config, mesh
-        self.ring = devices.make_ring(mesh, config.layout)
-        devices.check_fits(mesh, self.ring, config.seq_len, config.batch, config.accumulate)
+        self.ring = self.make_ring("contiguous" if config.layout == "auto" else config.layout)
         with as_user_error(ValueError, TypeError, NotImplementedError):
             self.model_config = model_config(config, mesh.devices.flat[0])
-            self.plan = rj.plan(
-                self.model_config.pattern,
-                seq_len=config.seq_len,
-                num_heads=config.heads,
-                head_dim=config.features // config.heads,
-                num_kv_heads=config.kv_heads or None,
-                ring_size=mesh.shape["ring"],
-                batch=config.batch // config.accumulate // mesh.shape["data"],
-                layout=self.ring.layout,
-                is_causal=True,
-                dtype=self.model_config.dtype,
-                has_segment_ids=True,
-                head_shards=mesh.shape["tensor"],
-            )
+            self.plan = self.make_plan()
+            if config.layout == "auto" and devices.needs_zigzag(self.plan):
+                self.ring = self.make_ring("zigzag")
+                self.plan = self.make_plan()
             model = nnx.eval_shape(functools.partial(self.new_model, self.ring))
         self.optimizer = make_optimizer(config)
         self.graph, self.variables = nnx.split(model)
@@ -193,6 +182,31 @@ class Training:
         self.init = jax.jit(self.new_state, out_shardings=self.shardings)
         self.step = jax.jit(self.train_step, out_shardings=(self.shardings, everywhere), donate_argnums=0)
         self.evaluate = jax.jit(self.sums, out_shardings=everywhere)
+
+    def make_ring(self, layout: str) -> rj.Ring:
+        """Returns the ring, after checking that batches divide evenly over it."""
+        ring = devices.make_ring(self.mesh, layout)
+        devices.check_fits(self.mesh, ring, self.config.seq_len, self.config.batch, self.config.accumulate)
+        return ring
+
+    def make_plan(self) -> rj.Plan:
+        """Returns the plan of the attention of a layer."""
+        config, sizes = self.config, self.mesh.shape
+        return rj.plan(
+            self.model_config.pattern,
+            seq_len=config.seq_len,
+            num_heads=config.heads,
+            head_dim=config.features // config.heads,
+            num_kv_heads=config.kv_heads or None,
+            ring_size=sizes["ring"],
+            batch=config.batch // config.accumulate // sizes["data"],
+            layout=self.ring.layout,
+            is_causal=True,
+            dtype=self.model_config.dtype,
+            has_segment_ids=True,
+            head_shards=sizes["tensor"],
+            device=self.ring.device(),
+        )
 
     def new_model(self, ring: rj.Ring | None) -> LongNetDecoder:
         return LongNetDecoder(self.model_config, ring=ring, rngs=nnx.Rngs(self.config.seed))

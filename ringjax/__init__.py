@@ -9,8 +9,8 @@ from ringjax._src.flax.precision import compute_dtype
 from ringjax._src.flax.rotary import rotary, xpos
 from ringjax._src.kernels.interface import BlockSizes
 from ringjax._src.pattern import Coverage, DilationPattern
+from ringjax._src.planning.branch_plan import BranchPlan
 from ringjax._src.planning.plan import (
-    BranchPlan,
     CacheInfo,
     Plan,
     pattern_cache_clear,

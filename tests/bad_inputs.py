@@ -195,7 +195,7 @@ def ring(**keywords):
     return rj.Ring(keywords.pop("mesh", None) or ring_mesh(2), **keywords)
 
 
-bad("Ring", ring, mesh=["x", 2, ("ring",), jax.devices, rj.Ring], axis_name=["x", 0, None, (), (0,), ("ring", "x")])
+bad("Ring", ring, mesh=["x", 2, ("ring",), jax.devices, rj.Ring], axis_name=["x", 0, (), (0,), ("ring", "x")])
 bad("Ring", ring, batch_axis=["x", 1, ""], head_axis=["x", 1, ("ring",)], layout=CHOICES, strategy=CHOICES)
 bad("Ring", ring, memory_budget=COUNTS[:6])
 bad("Ring.size", lambda name: ring().size(name), name=["ring", 0, "mesh"])

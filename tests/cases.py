@@ -16,8 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import ringjax as rj
 from ringjax._src.kernels.cpu import build
 
-# Compilation dominates the cost of a test, so most programs are compiled without optimizations.
-QUICK = {"xla_backend_optimization_level": 0}
+# Compilation dominates the cost of a test, so most programs are compiled without optimizations. JAX 0.10 can also turn
+# off the fusion emitters, which take almost half of the time of the compiler.
+QUICK: dict[str, int | bool] = {"xla_backend_optimization_level": 0}
+if jax.__version_info__ < (0, 11):
+    QUICK["xla_cpu_use_fusion_emitters"] = False
 NAMES = ("out", "dq", "dk", "dv")
 # Settings of property-based tests: every run tests the same cases.
 RANDOM = {"deadline": None, "derandomize": True, "suppress_health_check": list(HealthCheck)}
@@ -221,6 +224,26 @@ NEEDS_KERNELS = pytest.mark.skipif(
 IMPLEMENTATIONS = ("xla",) if _REASON else ("native", "xla")
 
 
+def available(implementation: str) -> str:
+    """Returns the implementation, or plain XLA if it is not available on this machine."""
+    return implementation if implementation in IMPLEMENTATIONS else "xla"
+
+
+def by_implementation(default: str) -> pytest.MarkDecorator:
+    """Parametrizes a test over the implementations on a CPU, of which the default suite runs only `default`.
+
+    For tests of what surrounds the kernels, for which one implementation is as good as the other.
+    """
+    rows = [pytest.param(x, marks=slow_unless(x == available(default))) for x in IMPLEMENTATIONS]
+    return pytest.mark.parametrize("implementation", rows)
+
+
+def alternating(names: str, default: list[tuple], slow: list[tuple]) -> pytest.MarkDecorator:
+    """Parametrizes a test by the fixture `either_implementation` ("default" or "plain XLA") and by other arguments."""
+    rows = [*default, *(pytest.param(*row, marks=pytest.mark.slow) for row in slow)]
+    return pytest.mark.parametrize(f"either_implementation, {names}", rows, indirect=["either_implementation"])
+
+
 def expected_results(case: Case, arrays) -> tuple[np.ndarray, ...]:
     """Returns output and gradients of these arrays in float64."""
     if not case.dropout_rate:
@@ -361,7 +384,6 @@ def low_precision_errors(
     case: Case, dtype, attention=rj.dilated_attention, compiler_options=None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns errors of output and gradients, summed over five seeds: of `attention`, and of the naive computation."""
-    oracle = with_gradients(rj.reference_attention, case.pattern, compiler_options=QUICK, is_causal=case.is_causal)
     contenders = [
         with_gradients(attention, case.pattern, compiler_options=compiler_options, is_causal=case.is_causal),
         with_gradients(naive(case, dtype), case.pattern, compiler_options=compiler_options),
@@ -369,8 +391,8 @@ def low_precision_errors(
     errors = np.zeros((2, 4))
     for seed in range(5):
         low = case.arrays(dtype, seed)
-        expected = [np.asarray(x) for x in oracle(*(x.astype(jnp.float32) for x in low))]
+        expected = by_definition(case, low)
         for i, f in enumerate(contenders):
-            results = [np.asarray(x, np.float32) for x in f(*low)]
+            results = [np.asarray(x, np.float64) for x in f(*low)]
             errors[i] += [np.linalg.norm(x - y) / np.linalg.norm(y) for x, y in zip(results, expected, strict=True)]
     return errors[0], errors[1]

@@ -1,6 +1,8 @@
 """`dilated_attention` equals the oracle, forward and backward, on a pairwise grid and on random geometry."""
 
 import functools
+import itertools
+from typing import NamedTuple
 
 import chex
 import jax
@@ -15,6 +17,7 @@ from cases import (
     TOLERANCE,
     Case,
     assert_equals_oracle,
+    available,
     by_definition,
     covering,
     error,
@@ -42,28 +45,49 @@ ROWS = pairwise(
     q_per_kv=[1, 2],
     scale=[None, 0.7],
 )
-COVERING = covering(ROWS, ("dtype", "is_causal"))
-GRID, REST = (
-    [(row["dtype"], Case(**{k: v for k, v in row.items() if k != "dtype"})) for row in rows]
-    for rows in (COVERING, [row for row in ROWS if row not in COVERING])
-)
+GRID = [{**row, "implementation": implementation} for row in ROWS for implementation in IMPLEMENTATIONS]
+COVERING = covering(GRID, ("dtype", "is_causal"), ("dtype", "implementation"), ("is_causal", "implementation"))
+
+
+class Run(NamedTuple):
+    """A case, and how it is computed."""
+
+    dtype: str
+    implementation: str
+    case: Case
+
+
+def run_of(row: dict) -> Run:
+    fields = dict(row)
+    return Run(fields.pop("dtype"), fields.pop("implementation"), Case(**fields))
+
+
 # several blocks of queries and keys, full and partial, with and without grouped queries
 one_head = functools.partial(Case, batch=1, kv_heads=1)
+NATIVE = available("native")
 LARGE = [
-    ("float64", one_head(length=2304, segment_lengths=(2304,), dilation_rates=(1,), is_causal=True)),
-    ("float32", one_head(length=2304, segment_lengths=(600,), dilation_rates=(2,), ids=True)),
-    ("float64", one_head(length=1500, q_per_kv=4, segment_lengths=(1100,), dilation_rates=(1,), seq_len=1400)),
-    ("float32", one_head(length=1500, q_per_kv=4, segment_lengths=(1100,), dilation_rates=(1,), is_causal=True)),
-    ("float64", one_head(length=2100, segment_lengths=(2100, 8), dilation_rates=(1, 8), rule="detached")),
-    ("float32", one_head(length=2048, segment_lengths=(2048,), dilation_rates=(1,))),
-    (
+    Run("float64", "xla", one_head(length=2304, segment_lengths=(2304,), dilation_rates=(1,), is_causal=True)),
+    Run("float32", NATIVE, one_head(length=2304, segment_lengths=(600,), dilation_rates=(2,), ids=True)),
+    Run(
+        "float64", "xla", one_head(length=1500, q_per_kv=4, segment_lengths=(1100,), dilation_rates=(1,), seq_len=1400)
+    ),
+    Run(
+        "float32",
+        NATIVE,
+        one_head(length=1500, q_per_kv=4, segment_lengths=(1100,), dilation_rates=(1,), is_causal=True),
+    ),
+    Run("float64", NATIVE, one_head(length=2100, segment_lengths=(2100, 8), dilation_rates=(1, 8), rule="detached")),
+    Run("float32", "xla", one_head(length=2048, segment_lengths=(2048,), dilation_rates=(1,))),
+    Run(
         "float64",
+        "xla",
         Case(
             length=1300, kv_heads=2, q_per_kv=4, segment_lengths=(1300,), dilation_rates=(2,), is_causal=True, ids=True
         ),
     ),
-    (
+    Run(
         "float64",
+        NATIVE,
         Case(
             length=700,
             batch=1,
@@ -77,33 +101,37 @@ LARGE = [
 ]
 # many short segments processed together, with and without a shorter last one
 SHORT_SEGMENTS = [
-    ("float64", Case(length=960, segment_lengths=(16, 48), dilation_rates=(2, 5), is_causal=True)),
-    ("float64", Case(length=963, segment_lengths=(16, 48), dilation_rates=(2, 5))),
+    Run("float64", NATIVE, Case(length=960, segment_lengths=(16, 48), dilation_rates=(2, 5), is_causal=True)),
+    Run("float64", "xla", Case(length=963, segment_lengths=(16, 48), dilation_rates=(2, 5))),
 ]
-DEFAULT = GRID + LARGE + SHORT_SEGMENTS
+DEFAULT = [*map(run_of, COVERING), *LARGE, *SHORT_SEGMENTS]
 SLOW_CASES = [
     one_head(length=2304, segment_lengths=(2304, 600), dilation_rates=(1, 2), is_causal=True),
     one_head(length=2304, segment_lengths=(2304, 600), dilation_rates=(1, 2), ids=True),
 ]
+EVERY_CASE = dict.fromkeys([*(run_of(row).case for row in GRID), *(run.case for run in DEFAULT), *SLOW_CASES])
 
 
 @pytest.mark.parametrize(
-    ("dtype", "case"),
+    ("dtype", "implementation", "case"),
     [
-        pytest.param(dtype, case, marks=slow_unless((dtype, case) in DEFAULT), id=f"{dtype}-{case}")
-        for case in [*(case for _, case in DEFAULT + REST), *SLOW_CASES]
-        for dtype in TOLERANCE
+        pytest.param(*run, marks=slow_unless(run in DEFAULT), id="-".join(map(str, run)))
+        for run in itertools.starmap(Run, itertools.product(TOLERANCE, IMPLEMENTATIONS, EVERY_CASE))
     ],
 )
-def test_equals_oracle(dtype, case):
-    assert_equals_oracle(case, dtype)  # float32 is compiled as users compile it
+def test_equals_oracle(dtype, implementation, case):
+    assert_equals_oracle(case, dtype, implementations=(implementation,))  # float32 is compiled as users compile it
 
 
 # Compilation is all that these cost, and the float32 cases above are compiled as users compile them.
 @settings(max_examples=6, **RANDOM)
-@given(case=geometries(most_branches=4, longest=200), dtype=st.sampled_from(["float64", "float32"]))
-def test_random_geometry_equals_oracle(case, dtype):
-    assert_equals_oracle(case, dtype, compiler_options=QUICK)
+@given(
+    case=geometries(most_branches=4, longest=200),
+    dtype=st.sampled_from(["float64", "float32"]),
+    implementation=st.sampled_from(IMPLEMENTATIONS),
+)
+def test_random_geometry_equals_oracle(case, dtype, implementation):
+    assert_equals_oracle(case, dtype, implementations=(implementation,), compiler_options=QUICK)
 
 
 @pytest.mark.slow

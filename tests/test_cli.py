@@ -35,7 +35,7 @@ def test_plan_prints_json():
     assert (done.returncode, done.stderr) == (0, "")
     output = json.loads(done.stdout)
     assert {"command", "plan", "memory", "fits", "longest_seq_len", "estimate", "warnings", "best"} <= set(output)
-    assert [b["where"] for b in output["plan"]["branches"]] == ["local", "ring"]
+    assert [b["where"] for b in output["plan"]["branches"]] == ["local", "all_to_all"]
     assert output["estimate"]["is_estimate"] is True
 
 
@@ -130,7 +130,7 @@ def test_plan_output_matches_the_library(capsys):
         head_dim=64,
         ring_size=8,
         is_causal=True,
-        layout="zigzag",  # the default if causal
+        layout="contiguous",  # the default unless keys rotate
         dtype="bfloat16",
     )
     assert output["plan"] == json.loads(json.dumps(made.to_dict()))
@@ -143,7 +143,7 @@ def test_plan_output_matches_the_library(capsys):
         "Memory per device (estimate, tpu",
         "ESTIMATE",
         "fits in 95.0 GiB",
-        "Best: --layout zigzag",
+        "Best: --layout contiguous",
     ):
         assert word in text, word
     assert all(len(line) <= 120 for line in text.splitlines())
@@ -152,9 +152,14 @@ def test_plan_output_matches_the_library(capsys):
 @pytest.mark.parametrize(
     ("changes", "about", "fix", "fixed"),
     [
-        ({"layout": "contiguous"}, "the busiest device does", "--layout zigzag", {"layout": "zigzag"}),
         (
-            {"seq_len": 65000, "pattern_text": "2K/1,T/16"},
+            {"layout": "contiguous", "strategy": "ring"},
+            "the busiest device does",
+            "--layout zigzag",
+            {"layout": "zigzag"},
+        ),
+        (
+            {"seq_len": 65000, "pattern_text": "2K/1,T/16", "strategy": "ring"},
             "uses the slower position-based path",
             "--stored-length 65536",
             {"stored_length": 65536},
@@ -242,7 +247,7 @@ def test_longest_sequence_fits_and_a_longer_one_does_not():
 
 
 def test_estimate_matches_a_manual_calculation():
-    plan, device = JOB.plan(), DEVICES["h100"]
+    plan, device = dataclasses.replace(JOB, strategy="ring").plan(), DEVICES["h100"]
     local, ring = estimate(plan, device).forward
     assert local.compute == pytest.approx(max(plan.branches[0].flops) / 989e12)
     assert (local.link, local.exposed) == (0, 0)
@@ -257,6 +262,6 @@ def test_estimate_matches_a_manual_calculation():
 
 
 def test_large_gpu_rings_use_the_network_bandwidth():
-    assert DEVICES["h100"].hop_bandwidth(4) == 450e9
-    assert DEVICES["h100"].hop_bandwidth(64) == 50e9
-    assert DEVICES["v5p"].hop_bandwidth(4096) == 100e9
+    assert DEVICES["h100"].model.hop_bandwidth(4) == 450e9
+    assert DEVICES["h100"].model.hop_bandwidth(64) == 50e9
+    assert DEVICES["v5p"].model.hop_bandwidth(4096) == 100e9

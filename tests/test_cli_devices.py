@@ -122,9 +122,8 @@ def test_aot_report_is_compared_with_the_plan(on_cpu, capsys):
     assert main([*words, "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)["programs"]
     assert found["devices"] == 4
-    assert found["permutes"] == found["planned_permutes"] == 3
-    assert found["sent_bytes"] == found["planned_sent_bytes"] == 3 * 2 * (256 // 4 // 8) * 4 * 8 * 4
-    assert found["other_collectives"] == 0
+    assert found["collectives"] == found["planned_collectives"] == 3
+    assert found["operand_bytes"] == found["planned_operand_bytes"] == 3 * 2 * (256 // 4 // 8) * 4 * 8 * 4
     assert found["argument_bytes"] == 3 * 256 // 4 * 4 * 8 * 4
     assert found["fits"] is True
     fields = {field.name for field in dataclasses.fields(cli_aot.ProgramReport)}
@@ -148,7 +147,7 @@ def test_compiler_crash_is_reported(monkeypatch):
     dead = subprocess.CompletedProcess([], 139, stdout="", stderr="Segmentation fault\n")
     monkeypatch.setattr(cli_aot.subprocess, "run", lambda *_, **__: dead)
     found = report_in_subprocess(JOB, "cuda:h100:1x1x2", "gradient")
-    assert (found.error, found.fits, found.planned_permutes > 0) == ("Segmentation fault", False, True)
+    assert (found.error, found.fits, found.planned_collectives > 0) == ("Segmentation fault", False, True)
 
 
 LOOP = """HloModule jit_f, is_scheduled=true

@@ -119,14 +119,18 @@ def test_unknown_platform_raises():
         plan.memory("abacus")
 
 
-def test_tpu_temporaries_are_the_allocations_in_device_memory(tmp_path):
+@pytest.mark.parametrize("page", ["", ", page 0"])  # newer versions of libtpu add the page
+def test_tpu_temporaries_are_the_allocations_in_device_memory(tmp_path, page):
     assert allocated_temporaries(tmp_path) is None
-    text = """BufferAssignment:
-allocation 0: size 4096, thread-local:
-allocation 1: size 2048, parameter 0, shape |bf16[8,128]| at ShapeIndex {}:
-allocation 85: size 12348, preallocated-temp:
- value: <149 lt.505 @0> (size=512,offset=3263): pred[]{:T(512)}
-allocation 88: size 33554432, color 1, preallocated-temp:
+    text = f"""BufferAssignment:
+allocation 0: size 4096{page}, thread-local:
+allocation 1: size 2048{page}, parameter 0, shape |bf16[8,128]| at ShapeIndex {{}}:
+allocation 85: size 12348{page}, preallocated-temp:
+ value: <149 lt.505 @0> (size=512,offset=3263): pred[]{{:T(512)}}
+allocation 88: size 33554432, color 1{page}, preallocated-temp:
 """
-    (tmp_path / "module_0000.jit_attention.after_optimizations-buffer-assignment.txt").write_text(text)
+    dumped = tmp_path / "module_0000.jit_attention.after_optimizations-buffer-assignment.txt"
+    dumped.write_text(text)
     assert allocated_temporaries(tmp_path) == 12348
+    dumped.write_text(text.replace("preallocated-temp", "unknown"))
+    assert allocated_temporaries(tmp_path) is None

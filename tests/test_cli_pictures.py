@@ -1,5 +1,6 @@
 """`ringjax draw`: the data behind the pictures, image files, and text output."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -42,12 +43,12 @@ def test_ring_work_sums_to_the_flops_of_the_plan(text, length, layout):
 
 
 def test_every_device_attends_to_every_device_of_its_ring_once():
-    job = PlanOptions(256, num_heads=2, pattern_text="32/1,64/2,T/4", ring_size=8, is_causal=True, layout="contiguous")
+    job = PlanOptions(256, num_heads=2, pattern_text="32/1,64/2,T/4", ring_size=8, is_causal=True, strategy="ring")
     plan = job.plan()
     local, pairs, whole = (schedule_of(branch) for branch in plan.branches)
     assert (local.ring_devices, pairs.ring_devices, whole.ring_devices) == (1, 2, 8)
     assert all(sorted(row) == list(range(8)) for row in whole.source.tolist())
-    assert whole.source[3].tolist() == [3, 2, 1, 0, 7, 6, 5, 4]
+    assert whole.source[3].tolist() == [3, 2, 4, 1, 5, 0, 6, 7]  # from both sides
     assert (whole.work.sum(axis=1) == pairs_between(plan.branches[2]).sum(axis=1)).all()
     assert (whole.work[0, 1:] == 0).all()  # the first device attends only to its local keys
     even = schedule_of(PlanOptions(**{**vars(job), "layout": "zigzag"}).plan().branches[2]).work
@@ -83,9 +84,10 @@ def test_pictures_are_printed_as_text(capsys):
         ". . . . . . 1 .",
         ". . . . . . 1 1",
     ]
-    job = PlanOptions(64, num_heads=4, pattern_text="8/1,T/4", ring_size=4, is_causal=True, layout="contiguous")
+    job = PlanOptions(64, num_heads=4, pattern_text="8/1,T/4", ring_size=4, is_causal=True, strategy="ring")
     ring = in_text("ring", job)
-    assert "     2:   2▓   1█   0█   3 \n     3:   3▓   2█   1█   0█" in ring
+    assert "     2:   2▓   1█   3    0█\n     3:   3▓   2█   0█   1█" in ring
+    assert "4 devices exchange heads: " in in_text("ring", dataclasses.replace(job, strategy="all_to_all"))
     assert "no communication" in ring
     assert "100.0% of (position, head) pairs covered; reach 60 of 64 positions" in in_text("coverage", job)
 
@@ -94,3 +96,15 @@ def test_missing_matplotlib_error_names_the_extra_to_install(monkeypatch, tmp_pa
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install '.\[plot\]' in a clone of ringjax, or use --ascii"):
         draw("mask", PlanOptions(8, num_heads=1, pattern_text="8/1"), tmp_path / "mask.png")
+
+
+def test_an_exchange_gives_each_device_its_heads_and_equal_work():
+    job = PlanOptions(64, num_heads=8, pattern_text="T/4", ring_size=4, is_causal=True, strategy="all_to_all")
+    (branch,) = job.plan().branches
+    schedule = schedule_of(branch)
+    assert schedule.labels[:, 0].tolist() == ["h0-1", "h2-3", "h4-5", "h6-7"]
+    assert np.ptp(schedule.work) == 0
+    assert schedule.work.sum() == pairs_between(branch).sum()
+    teams = schedule_of(dataclasses.replace(job, num_heads=2, strategy="all_to_all_ring").plan().branches[0])
+    assert teams.source.tolist() == [[0, 2], [0, 2], [2, 0], [2, 0]]
+    assert teams.work.sum() == pairs_between(branch).sum() / 4  # a quarter of the heads

@@ -113,10 +113,9 @@ def test_token_by_token_equals_the_whole_sequence(row):
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 1e-2), ("float16", 2e-3)])
 def test_output_and_cache_have_the_dtype_of_the_inputs(dtype, tolerance):
-    case = Case(length=40, segment_lengths=(8, 32), q_per_kv=2)
+    case = Case(length=40, segment_lengths=(8, 32), q_per_kv=2, is_causal=True)
     q, k, v, _ = case.arrays(dtype)
-    whole = functools.partial(rj.reference_attention, pattern=case.pattern, is_causal=True)
-    whole = COMPILE(whole)(*(x.astype(np.float32) for x in (q, k, v)))
+    whole = by_definition(case, (q, k, v, q))[0]
     out, cache = token_by_token(case, cache_for(case, dtype), q, k, v)
     assert out.dtype == dtype and cache.keys[0].dtype == dtype
     assert error(out.astype(np.float32), whole) <= tolerance

@@ -40,9 +40,10 @@ def prose(page: pathlib.Path) -> str:
 
 @pytest.fixture
 def _compiled_quickly():
-    """Compiling is most of what the code of a page costs."""
+    """Compiling is most of what the code of a page costs. Dtypes are promoted as by default, which optax needs."""
     jax.config.update("jax_disable_most_optimizations", True)
-    yield
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
     jax.config.update("jax_disable_most_optimizations", False)
 
 

@@ -135,7 +135,13 @@ class DropoutRing(NamedTuple):
 
 
 RINGS = {
-    "zigzag": DropoutRing(BASE._replace(is_causal=True), ring_size=2, layout="zigzag", is_default=True),
+    "one branch, zigzag": DropoutRing(
+        BASE._replace(segment_lengths=(64,), dilation_rates=(4,), is_causal=True),
+        ring_size=2,
+        layout="zigzag",
+        is_default=True,
+    ),
+    "zigzag": DropoutRing(BASE._replace(is_causal=True), ring_size=2, layout="zigzag"),
     "unaligned": DropoutRing(
         BASE._replace(length=59, segment_lengths=(20, 59), dilation_rates=(2, 3), ids=True),
         ring_size=3,

@@ -138,9 +138,9 @@ def ours(framework: str, pattern: rj.DilationPattern = PATTERN, **options):
     ("framework", "size"),
     [
         ("nnx", 1),
-        ("linen", 1),
         ("linen", 2),
         ("nnx", 4),
+        pytest.param("linen", 1, marks=pytest.mark.slow),
         pytest.param("nnx", 2, marks=pytest.mark.slow),
         pytest.param("linen", 4, marks=pytest.mark.slow),
     ],

@@ -238,7 +238,7 @@ def test_initial_weights_have_the_documented_scales():
 
 
 def test_backward_pass_does_not_recompute_the_attention(monkeypatch):
-    ring = rj.Ring(ring_mesh(2))
+    ring = rj.Ring(ring_mesh(2), strategy="ring")
     config = config_of(pattern=rj.DilationPattern((LENGTH,), (1,)))  # one hop forward
     model, shapes = functional(LongNetEncoder, config, ring)
     tokens = jax.ShapeDtypeStruct(

@@ -46,8 +46,17 @@ def test_what_they_do_not_have():
 
 
 # one task on several threads: the gradients of queries and of keys are two passes; more tasks: one pass
-@pytest.mark.parametrize("kv_heads", [1, 8])
-@pytest.mark.parametrize(("dim", "dtype"), [(3, "float32"), (40, "float64"), (256, "float32")])
+@pytest.mark.parametrize(
+    ("kv_heads", "dim", "dtype"),
+    [
+        (1, 3, "float32"),
+        (1, 256, "float32"),
+        (8, 3, "float32"),
+        (8, 40, "float64"),
+        pytest.param(1, 40, "float64", marks=pytest.mark.slow),
+        pytest.param(8, 256, "float32", marks=pytest.mark.slow),
+    ],
+)
 def test_blocks_tiles_and_widths_that_nothing_divides(kv_heads, dim, dtype):
     case = Case(
         length=1101,

@@ -4,7 +4,7 @@ import chex
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import QUICK, Case, error, low_precision_errors, run, with_gradients
+from cases import QUICK, Case, alternating, by_definition, error, low_precision_errors, run, with_gradients
 
 import ringjax as rj
 
@@ -12,15 +12,21 @@ pytestmark = pytest.mark.usefixtures("either_implementation")
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(
-    ("dtype", "is_causal", "rule", "compiler_options"),
-    [
-        ("bfloat16", True, "mod", None),  # as users compile
-        pytest.param("bfloat16", False, "split", QUICK, marks=SLOW),
-        ("float16", False, "mod", QUICK),
-        pytest.param("bfloat16", False, "mod", QUICK, marks=SLOW),
-        pytest.param("float16", True, "mod", QUICK, marks=SLOW),
-        pytest.param("float16", False, "split", QUICK, marks=SLOW),
+AS_USERS_COMPILE = ("bfloat16", True, "mod", None)
+QUICKLY = [
+    (dtype, is_causal, rule, QUICK)
+    for dtype in ("float16", "bfloat16")
+    for is_causal, rule in ((False, "mod"), (True, "mod"), (False, "split"))
+    if (dtype, is_causal) != ("bfloat16", True)
+]
+
+
+@alternating(
+    "dtype, is_causal, rule, compiler_options",
+    default=[("default", *QUICKLY[0]), ("plain XLA", *AS_USERS_COMPILE)],
+    slow=[
+        *(("default", *row) for row in [*QUICKLY[1:], AS_USERS_COMPILE]),
+        *(("plain XLA", *row) for row in QUICKLY),
     ],
 )
 def test_low_precision_error_is_at_most_twice_that_of_the_naive_computation(dtype, is_causal, rule, compiler_options):
@@ -41,15 +47,12 @@ def test_low_precision_error_is_at_most_twice_that_of_the_naive_computation(dtyp
 
 @pytest.mark.parametrize("is_causal", [pytest.param(False, marks=SLOW), True])
 def test_extreme_scores_give_finite_and_exact_results(is_causal):
-    case = Case(length=96, segment_lengths=(32, 96), dilation_rates=(1, 3), is_causal=is_causal)
+    case = Case(length=96, segment_lengths=(32, 96), dilation_rates=(1, 3), is_causal=is_causal, scale=1.0)
     q, k, v, g = case.arrays(np.float32)
-    ours, oracle = (
-        with_gradients(f, case.pattern, compiler_options=QUICK, is_causal=is_causal, scale=1.0)
-        for f in (rj.dilated_attention, rj.reference_attention)
-    )
+    ours = with_gradients(rj.dilated_attention, case.pattern, compiler_options=QUICK, **case.keywords())
     for size in (1e4, -1e4):
         pushed = (q.at[..., 0].set(size), k.at[..., 0].set(jnp.sign(k[..., 0])), v, g)
-        for x, y in zip(ours(*pushed), oracle(*pushed), strict=True):
+        for x, y in zip(ours(*pushed), by_definition(case, pushed), strict=True):
             assert np.isfinite(x).all()
             # float32 rounds scores of 1e4 to 1e-3, which is the relative error of a softmax weight
             assert error(x, y) < 2e-3
@@ -69,8 +72,21 @@ def test_fully_masked_rows_are_zero():
     assert not np.delete(np.asarray(out[0]), 5, axis=0).any()
 
 
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize("dilation_rates", [(1, 1), (1, 7)])
+@alternating(
+    "is_causal, dilation_rates",
+    default=[
+        ("default", False, (1, 1)),
+        ("default", True, (1, 7)),
+        ("plain XLA", True, (1, 1)),
+        ("plain XLA", False, (1, 7)),
+    ],
+    slow=[
+        ("default", True, (1, 1)),
+        ("default", False, (1, 7)),
+        ("plain XLA", False, (1, 1)),
+        ("plain XLA", True, (1, 7)),
+    ],
+)
 def test_one_token_returns_its_value_and_passes_its_gradient_on(is_causal, dilation_rates):
     case = Case(length=1, dilation_rates=dilation_rates)
     q, k, v, g = case.arrays(np.float32)

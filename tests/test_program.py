@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import IMPLEMENTATIONS, QUICK
+from cases import IMPLEMENTATIONS, QUICK, available, slow_unless
 
 import ringjax as rj
 
@@ -42,13 +42,23 @@ def test_gradient_memory_is_linear_and_small(is_causal, implementation):
     assert math.log(temporaries(large) / temporaries(small)) / math.log(4) <= 1.05
 
 
-@BOTH
+UNEVEN = {
+    "length": (16385, PATTERN),
+    "rates": (32768, rj.DilationPattern.longnet()),
+    "rate beyond segment": (4096, rj.DilationPattern((16,), (1 << 40,))),
+}
+
+
 @pytest.mark.parametrize(
-    ("length", "pattern"),
-    [(16385, PATTERN), (32768, rj.DilationPattern.longnet()), (4096, rj.DilationPattern((16,), (1 << 40,)))],
-    ids=["length", "rates", "rate beyond segment"],
+    ("name", "implementation"),
+    [
+        pytest.param(name, implementation, marks=slow_unless(implementation == available(default)))
+        for name, default in {"length": "xla", "rates": "native", "rate beyond segment": "xla"}.items()
+        for implementation in IMPLEMENTATIONS
+    ],
 )
-def test_gradient_memory_is_small_when_nothing_divides_evenly(length, pattern, implementation):
+def test_gradient_memory_is_small_when_nothing_divides_evenly(name, implementation):
+    length, pattern = UNEVEN[name]
     compiled, inputs = compiled_gradient(length=length, is_causal=False, implementation=implementation, pattern=pattern)
     assert temporaries(compiled) <= 2.5 * inputs
 

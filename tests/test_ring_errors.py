@@ -26,16 +26,22 @@ def says(text, kind=ValueError):
 
 
 AXES = "`axis_name`, `batch_axis` and `head_axis` must not share a mesh axis, got "
-STRATEGY = "`strategy` must be one of ('auto', 'ring', 'all_gather'), got 'all'."
+STRATEGY = "`strategy` must be one of ('auto', 'ring', 'all_gather', 'all_to_all', 'all_to_all_ring'), got 'all'."
 LAYOUT = "`layout` must be one of ('contiguous', 'zigzag'), got 'striped'."
+NO_AXIS = "(None if the sequence is not sharded)"
 BAD_RINGS = {
-    "axis": ({"axis_name": "x"}, f"`axis_name` must name axes of the mesh {ALL}, got 'x'."),
-    "one of two": ({"axis_name": ("ring", "x")}, f"`axis_name` must name axes of the mesh {ALL}, got 'x'."),
+    "axis": (
+        {"axis_name": "x"},
+        f"`axis_name` must name axes of the mesh {ALL} {NO_AXIS}, got 'x'.",
+    ),
+    "one of two": (
+        {"axis_name": ("ring", "x")},
+        f"`axis_name` must name axes of the mesh {ALL} {NO_AXIS}, got 'x'.",
+    ),
     "batch axis": ({"batch_axis": "x"}, f"`batch_axis` must name axes of the mesh {ALL}, got 'x'."),
     "head axis": ({"head_axis": "x"}, f"`head_axis` must name axes of the mesh {ALL}, got 'x'."),
     "not a name": ({"axis_name": (0,)}, "`axis_name` must be a mesh axis or a tuple of them, got (0,)."),
     "a number": ({"axis_name": 0}, "`axis_name` must be a mesh axis or a tuple of them, got 0."),
-    "no axis": ({"axis_name": None}, "`axis_name` must be a mesh axis or a tuple of them, got None."),
     "empty axis": ({"axis_name": ()}, "`axis_name` must be a mesh axis or a tuple of them, got ()."),
     "a number of heads": ({"head_axis": 2}, "`head_axis` must be a mesh axis or a tuple of them, got 2."),
     "twice": ({"batch_axis": "ring"}, f"{AXES}['ring', 'ring']."),
@@ -70,7 +76,7 @@ def test_no_ambient_mesh():
 def test_ambient_mesh_without_the_axis():
     with (
         jax.set_mesh(ring_mesh(2, names=("data",))),
-        says("`axis_name` must name axes of the mesh ('data',), got 'ring'."),
+        says(f"`axis_name` must name axes of the mesh ('data',) {NO_AXIS}, got 'ring'."),
     ):
         call(rj.Ring())
 
@@ -80,13 +86,13 @@ BAD_CALLS = {
         {"layout": "contiguous"},
         {"q": Q[:, :15], "k": Q[:, :15], "v": Q[:, :15]},
         "`query` length must be a multiple of 2 for layout 'contiguous' on a ring of 2, got 15: pad the inputs "
-        "with `to_layout` and pass `seq_len=15`.",
+        "with `ring.shard` and pass `seq_len=15`.",
     ),
     "zigzag length": (
         {"layout": "zigzag"},
         {"q": Q[:, :14], "k": Q[:, :14], "v": Q[:, :14]},
         "`query` length must be a multiple of 4 for layout 'zigzag' on a ring of 2, got 14: pad the inputs with "
-        "`to_layout` and pass `seq_len=14`.",
+        "`ring.shard` and pass `seq_len=14`.",
     ),
     "heads": (
         {"head_axis": "tensor"},
@@ -144,7 +150,8 @@ def test_arrays_sharded_otherwise_over_explicit_axes(name, jit):
     f = lambda arrays: call(rj.Ring(mesh), **arrays)  # noqa: E731
     wanted = P(None, "ring", None, None)
     with says(
-        f"`{name}` must be sharded as {wanted} over an explicit mesh, got {jax.typeof(arrays[name[0]]).sharding.spec}"
+        f"`{name}` must be sharded as {wanted} over an explicit mesh, or replicated, got "
+        f"{jax.typeof(arrays[name[0]]).sharding.spec}"
     ):
         (jax.jit(f) if jit else f)(arrays)
 

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from cases import (
     NAMES,
+    NEEDS_KERNELS,
     QUICK,
     Case,
     assert_sharded_equals_oracle,
+    by_implementation,
     error,
     ring_mesh,
     stored_on,
@@ -59,8 +61,10 @@ def explicit_mesh(*sizes, names=("ring",)):
     ],
     ids=["mod", "heads without rows", "unaligned"],
 )
-def test_batch_and_heads_over_other_axes_equal_oracle(case, layout):
-    assert_sharded_equals_oracle(case, rj.Ring(ring_mesh(2, 2, 2, names=ALL), layout=layout, **SHARED))
+@by_implementation("xla")
+def test_batch_and_heads_over_other_axes_equal_oracle(case, layout, implementation):
+    ring = rj.Ring(ring_mesh(2, 2, 2, names=ALL), layout=layout, **SHARED)
+    assert_sharded_equals_oracle(case, ring, implementations=(implementation,))
 
 
 @SLOW
@@ -76,23 +80,35 @@ def test_many_patterns_on_three_axes_equal_oracle(strategy, rule, dilation_rates
 
 
 @pytest.mark.parametrize("case", [ON_RING, pytest.param(CASE, marks=SLOW)], ids=["one branch", "two branches"])
-def test_explicit_axes_equal_oracle(case):
+@by_implementation("native")
+def test_explicit_axes_equal_oracle(case, implementation):
     mesh = explicit_mesh(2, 2, 2, names=ALL)
-    assert_sharded_equals_oracle(case, rj.Ring(mesh, layout="zigzag", **SHARED))
+    ring = rj.Ring(mesh, layout="zigzag", **SHARED)
+    assert_sharded_equals_oracle(case, ring, implementations=(implementation,))
 
 
-@pytest.mark.parametrize("make_mesh", [ring_mesh, explicit_mesh])
-def test_ambient_mesh_equals_oracle(make_mesh):
+@pytest.mark.parametrize(
+    ("make_mesh", "implementation"),
+    [
+        (ring_mesh, "xla"),
+        pytest.param(ring_mesh, "native", marks=[NEEDS_KERNELS, SLOW]),
+        pytest.param(explicit_mesh, "xla", marks=SLOW),
+        pytest.param(explicit_mesh, "native", marks=NEEDS_KERNELS),
+    ],
+)
+def test_ambient_mesh_equals_oracle(make_mesh, implementation):
     mesh = make_mesh(4)
     case = Case(length=64, segment_lengths=(64,), dilation_rates=(2,))
     with jax.set_mesh(mesh):
-        assert_sharded_equals_oracle(case, rj.Ring(strategy="ring"), mesh)
+        assert_sharded_equals_oracle(case, rj.Ring(strategy="ring"), mesh, implementations=(implementation,))
 
 
 @pytest.mark.parametrize("make_mesh", [ring_mesh, pytest.param(explicit_mesh, marks=SLOW)])
-def test_ring_over_two_axes_equals_oracle(make_mesh):
+@by_implementation("xla")
+def test_ring_over_two_axes_equals_oracle(make_mesh, implementation):
     ring = rj.Ring(make_mesh(2, 3, names=("a", "b")), axis_name=("a", "b"), layout="zigzag", strategy="ring")
-    assert_sharded_equals_oracle(Case(length=72, segment_lengths=(72,), dilation_rates=(2,), is_causal=True), ring)
+    case = Case(length=72, segment_lengths=(72,), dilation_rates=(2,), is_causal=True)
+    assert_sharded_equals_oracle(case, ring, implementations=(implementation,))
 
 
 def test_axis_names_may_be_a_list():
@@ -100,10 +116,11 @@ def test_axis_names_may_be_a_list():
 
 
 @pytest.mark.parametrize("make_mesh", [ring_mesh, pytest.param(explicit_mesh, marks=SLOW)])
-def test_ring_of_one_device_beside_other_axes_equals_oracle(make_mesh):
+@by_implementation("native")
+def test_ring_of_one_device_beside_other_axes_equals_oracle(make_mesh, implementation):
     ring = rj.Ring(make_mesh(2, 1, 2, names=ALL), layout="zigzag", **SHARED)
     case = Case(length=45, kv_heads=4, segment_lengths=(8, 45), dilation_rates=(4, 5), ids=True)
-    assert_sharded_equals_oracle(case._replace(length=46, seq_len=45), ring)
+    assert_sharded_equals_oracle(case._replace(length=46, seq_len=45), ring, implementations=(implementation,))
 
 
 @pytest.mark.parametrize("make_mesh", [ring_mesh, explicit_mesh])
@@ -142,9 +159,11 @@ def in_shard_map(ring, **options):
         pytest.param(explicit_mesh, CASE, marks=SLOW),
     ],
 )
-def test_ring_inside_a_shard_map_equals_oracle(make_mesh, case):
+@by_implementation("native")
+def test_ring_inside_a_shard_map_equals_oracle(make_mesh, case, implementation):
     ring = rj.Ring(make_mesh(2, 2, 2, names=ALL), layout="zigzag", **SHARED)
-    assert_sharded_equals_oracle(case, ring, attention=in_shard_map(ring, head_axis="tensor"))
+    attention = in_shard_map(ring, head_axis="tensor")
+    assert_sharded_equals_oracle(case, ring, attention=attention, implementations=(implementation,))
 
 
 @pytest.mark.parametrize(
@@ -257,8 +276,9 @@ def test_mesh_of_automatic_and_explicit_axes_equals_oracle():
     assert error(rj.from_layout(out, "zigzag", 2), oracle(q, k, v)) <= 2e-6
 
 
-def test_ring_of_one_device_takes_arrays_of_its_explicit_mesh():
+@by_implementation("native")
+def test_ring_of_one_device_takes_arrays_of_its_explicit_mesh(implementation):
     """`jax.make_mesh` on a machine with a single device returns such a mesh."""
     mesh = explicit_mesh(1)
     case = Case(length=64, segment_lengths=(64,), dilation_rates=(4,), is_causal=True, ids=True, seq_len=60)
-    assert_sharded_equals_oracle(case, rj.Ring(mesh, layout="zigzag"), mesh)
+    assert_sharded_equals_oracle(case, rj.Ring(mesh, layout="zigzag"), mesh, implementations=(implementation,))

@@ -60,9 +60,19 @@ for name, x, y in zip(("out", "dq", "dk", "dv"), got, expected):
 """
 
 
-@pytest.mark.parametrize(("num_processes", "devices"), [(2, 2), pytest.param(4, 1, marks=pytest.mark.slow)])
-def test_equals_oracle(num_processes, devices):
-    results = run_processes(python(SCRIPT, COMPARE), num_processes, devices_per_process=devices)
+@pytest.mark.parametrize(
+    ("num_processes", "devices", "strategy"),
+    [
+        (2, 2, "ring"),
+        *(
+            pytest.param(num, devices, strategy, marks=pytest.mark.slow)
+            for num, devices, strategy in ((4, 1, "ring"), (2, 2, "all_to_all"), (4, 1, "all_to_all"))
+        ),
+    ],
+)
+def test_equals_oracle(num_processes, devices, strategy):
+    script = SCRIPT.replace('strategy="ring"', f"strategy={strategy!r}")
+    results = run_processes(python(script, COMPARE), num_processes, devices_per_process=devices)
     right = [line for result in results for line in re.findall(r"^right (\w+) (\d)$", result.output, re.MULTILINE)]
     assert sorted(right) == sorted((name, str(i)) for name in ("out", "dq", "dk", "dv") for i in range(4))
     assert_none_left(results, num_processes)

@@ -1,7 +1,6 @@
 """Compiled ring programs: collectives, their bytes and dtypes, memory, balance, program size."""
 
 import re
-import sys
 from collections import Counter
 from typing import Any, NamedTuple
 
@@ -9,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import IMPLEMENTATIONS, QUICK, ring_mesh, slow_unless
+from cases import IMPLEMENTATIONS, QUICK, available, by_implementation, ring_mesh, slow_unless
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ringjax as rj
+from ringjax._src.planning import branch_plan
 
 BYTES = {"f64": 8, "f32": 4, "f16": 2, "bf16": 2, "s32": 4}
 DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "s32": "int32", "i32": "int32"}
@@ -98,15 +98,16 @@ class Program:
             is_causal=is_causal,
             dtype=dtype,
             has_segment_ids=ids,
+            device="cpu",
             **options,
         )
 
     def passes(self):
         """Compiles the forward and the backward pass separately: in one program they share some messages."""
         q, k, v, *ids = (jax.device_put(jnp.zeros(x.shape, x.dtype), x.sharding) for x in self.given)
-        forward = jax.jit(lambda q, k, v: jax.vjp(lambda *x: self.attention(*x, *ids), q, k, v))
-        forward = forward.lower(q, k, v).compile(compiler_options=QUICK)
-        out, pull = forward(q, k, v)
+        forward = jax.jit(lambda q, k, v, *ids: jax.vjp(lambda *x: self.attention(*x, *ids), q, k, v))
+        forward = forward.lower(q, k, v, *ids).compile(compiler_options=QUICK)
+        out, pull = forward(q, k, v, *ids)
         return forward, jax.jit(lambda pull, g: pull(g)).lower(pull, out).compile(compiler_options=QUICK)
 
     def planned(self, *passes: str) -> Counter:
@@ -123,7 +124,7 @@ def executed(text: str) -> Counter:
     """Returns how often compiled HLO executes each (collective, dtype, operand bytes), with loop trip counts."""
     bodies: dict[str, list[str]] = {}
     name = entry = ""
-    for line in text.splitlines():
+    for line in re.sub(r"/\*.*?\*/", "", text).splitlines():
         opening = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
         if opening:
             name = opening[2]
@@ -154,7 +155,8 @@ def executed(text: str) -> Counter:
                 size = BYTES[dtype] * int(np.prod([int(n) for n in shape.split(",") if n]))
                 groups = re.search(r"replica_groups=(?:\{\{([\d,]+)\}|\[\d+,(\d+)\])", line)
                 members = len(groups[1].split(",")) if groups and groups[1] else int(groups[2]) if groups else 1
-                scale = {"all-gather": 1 / members, "reduce-scatter": members}.get(op, 1)
+                split = len(re.findall(r"\w+\[[\d,]*\]", line.split(f" {op}")[0])) if op == "all-to-all" else 1
+                scale = {"all-gather": 1 / members, "reduce-scatter": members, "all-to-all": split}.get(op, 1)
                 total[op, DTYPES[dtype], int(size * scale)] += times
         return total
 
@@ -162,23 +164,24 @@ def executed(text: str) -> Counter:
 
 
 # The implementation with which the default suite compiles each case; the other one is slow.
+NATIVE = available("native")
 FORWARD = {
     "contiguous 2": "xla",
-    "zigzag 4, float16": None,
-    "unaligned 3, a long segment": None,
+    "zigzag 4, float16": NATIVE,
+    "unaligned 3, a long segment": NATIVE,
     "zigzag 4, a rate that does not divide the chunk": "xla",
 }
 GRADIENT = {  # checks the forward pass as well
-    "zigzag 2": None,
+    "zigzag 2": "xla",
     "contiguous 4, grouped queries": "xla",
-    "zigzag 8, segment ids": "xla",
-    "contiguous 8, gather": None,
-    "unaligned 3, short segments": "xla",
-    "zigzag 8, all branches local": None,
+    "zigzag 8, segment ids": NATIVE,
+    "contiguous 8, gather": NATIVE,
+    "unaligned 3, short segments": NATIVE,
+    "zigzag 8, all branches local": "xla",
 }
 
 
-def each_case(default: dict[str, str | None]):
+def each_case(default: dict[str, str]):
     """Parametrizes a test over all cases and implementations; only those in `default` are not slow."""
     rows = [
         pytest.param(name, implementation, marks=slow_unless((name, implementation) in default.items()))
@@ -190,9 +193,10 @@ def each_case(default: dict[str, str | None]):
 
 def test_default_suite_compiles_every_case_once():
     assert sorted([*FORWARD, *GRADIENT]) == sorted(CASES)
+    assert {*FORWARD.values(), *GRADIENT.values()} == set(IMPLEMENTATIONS)
 
 
-def program_of(name: str, implementation: str | None) -> Program:
+def program_of(name: str, implementation: str) -> Program:
     case = CASES[name]
     return Program(
         case.pattern, ring_size=case.ring_size, is_gradient=False, implementation=implementation, **case.options
@@ -218,9 +222,9 @@ def test_gradient_collectives_equal_the_plan(name, implementation):
     assert moves <= ({"keys"} if "grouped queries" in name else {"queries"})
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@by_implementation("native")
 def test_long_messages_are_cut_as_planned(monkeypatch, implementation):
-    monkeypatch.setattr(sys.modules["ringjax._src.planning.plan"], "_LONG_MESSAGE", 512)
+    monkeypatch.setattr(branch_plan, "_LONG_MESSAGE", 512)
     program = Program(ALIGNED, ring_size=4, is_gradient=True, implementation=implementation)
     assert [b.pieces for b in program.plan.branches] == [1, 4]
     counts = executed(program.lowered.compile(compiler_options=QUICK).as_text())
@@ -228,7 +232,8 @@ def test_long_messages_are_cut_as_planned(monkeypatch, implementation):
 
 
 def test_bfloat16_is_sent_as_bfloat16_and_accumulated_in_float32():
-    program = Program(ALIGNED, ring_size=4, is_gradient=True, layout="zigzag", is_causal=True, dtype="bfloat16")
+    options = {"layout": "zigzag", "is_causal": True, "dtype": "bfloat16", "implementation": "xla"}
+    program = Program(ALIGNED, ring_size=4, is_gradient=True, **options)
     sent = set()
     for shape in re.findall(r"collective_permute.*-> tensor<([\dx]+x\w+)>", program.lowered.as_text()):
         *dims, dtype = shape.split("x")
@@ -243,7 +248,7 @@ def device_bytes(compiled) -> int:
     return memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@by_implementation("native")
 def test_memory_per_device_falls_with_the_ring_size(implementation):
     assert_memory_falls(is_gradient=False, layout="zigzag", ring_size=8, implementation=implementation)
 
@@ -257,11 +262,11 @@ def test_memory_per_device_falls_with_every_ring_size(is_gradient, ring_size, la
     assert_memory_falls(is_gradient=is_gradient, layout=layout, ring_size=ring_size, implementation=implementation)
 
 
-def assert_memory_falls(*, is_gradient: bool, layout: str, ring_size: int, implementation: str | None) -> None:
+def assert_memory_falls(*, is_gradient: bool, layout: str, ring_size: int, implementation: str) -> None:
     length, kv_heads, head_dim = 65536, 8, 64
     pattern = rj.DilationPattern((2048, 8192, length), (1, 4, 16))
     keywords = {"is_gradient": is_gradient, "length": length, "kv_heads": kv_heads, "head_dim": head_dim}
-    keywords |= {"is_causal": True, "layout": layout, "strategy": "auto", "implementation": implementation}
+    keywords |= {"is_causal": True, "layout": layout, "strategy": "ring", "implementation": implementation}
     one, many = (Program(pattern, ring_size=n, **keywords).lowered.compile(QUICK) for n in (1, ring_size))
     assert device_bytes(many) * ring_size <= (1.25 if is_gradient else 1.15) * device_bytes(one)
     arrays = 8 if is_gradient else 4
@@ -289,7 +294,7 @@ def test_planned_memory_is_close_to_compiled_memory(implementation):
 def test_zigzag_shares_causal_work_evenly(ring_size):
     counts = {}
     for layout in ("contiguous", "zigzag"):
-        ring = rj.Ring(ring_mesh(ring_size), layout=layout)
+        ring = rj.Ring(ring_mesh(ring_size), layout=layout, strategy="ring")
         q = jnp.ones((1, 256, 4, 8))
         count = jax.jit(
             lambda q, ring=ring: rj.count_tiles(q, q, q, ALIGNED, ring=ring, is_causal=True),
@@ -305,8 +310,7 @@ def test_program_size_does_not_grow_with_the_length_or_the_ring():
     sizes = []
     for ring_size, length in ((4, 262144), (8, 524288), (8, 1048576)):
         pattern = rj.DilationPattern((length // 64, length), (1, 16))
-        program = Program(
-            pattern, ring_size=ring_size, is_gradient=True, length=length, layout="zigzag", is_causal=True
-        )
+        options = {"length": length, "layout": "zigzag", "is_causal": True, "implementation": "xla"}
+        program = Program(pattern, ring_size=ring_size, is_gradient=True, **options)
         sizes.append(len(program.lowered.as_text()))
     assert max(sizes) <= 1.2 * min(sizes)

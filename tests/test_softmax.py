@@ -12,9 +12,11 @@ from cases import (
     QUICK,
     Case,
     assert_equals_oracle,
+    available,
     on_ring,
     ring_mesh,
     run,
+    slow_unless,
     with_gradients,
 )
 
@@ -49,8 +51,14 @@ def test_a_key_in_every_branch_loses_no_precision(ring_size):
     assert_equals_oracle(case, "float32", on_ring(rj.Ring(ring_mesh(ring_size))))  # dq and dk are 0
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize("rule", ["mod", "detached", "split"])
+@pytest.mark.parametrize(
+    ("rule", "implementation"),
+    [
+        pytest.param(rule, implementation, marks=slow_unless(implementation == available(default)))
+        for rule, default in {"mod": "xla", "detached": "native", "split": "xla"}.items()
+        for implementation in IMPLEMENTATIONS
+    ],
+)
 def test_a_query_with_one_key_has_a_gradient_of_exactly_zero(implementation, rule):
     """The gradient of its score is the difference of two equal sums."""
     case = Case(

@@ -134,6 +134,22 @@ def test_parameters_and_moments_are_sharded_and_drawn_alike(quick):
 
 
 @pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ("--heads 8 --ring 8 --seq-len 2048 --segments 128,2048", "contiguous"),  # devices exchange heads
+        ("--heads 2 --ring 8", "zigzag"),  # too few heads: keys rotate
+        ("--heads 2 --ring 8 --layout contiguous", "contiguous"),
+        ("--ring 1", "contiguous"),
+    ],
+)
+def test_layout_is_zigzag_only_if_keys_rotate(options, layout):
+    config = train_lm.parse(train_lm.Config, "", [*TINY, *words(options)])
+    training = train_lm.Training(config, devices.make_mesh(jax.devices(), config.data, config.ring, config.tensor))
+    assert training.ring.layout == training.plan.spec.layout == layout
+    assert training.plan.spec.device == "cpu"
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ("--data 3 --ring 4", "a mesh of data 3 x ring 4 x tensor 1 needs 12 devices, but only 8 are available"),
@@ -343,9 +359,15 @@ def test_memory_of_a_device_falls_with_the_ring(quick):
 
 
 @pytest.mark.slow
-def test_a_profile_names_branches_and_hops(texts, tmp_path):
-    trained(tmp_path / "run", "--data-path", texts, "--devices", 2, "--steps", 8, "--profile", tmp_path / "profile")
+@pytest.mark.parametrize(
+    ("heads", "branch", "collective"),
+    [(2, "all_to_all1_w128_r2", "all_to_all"), (1, "ring1_w128_r2", "ppermute")],
+    ids=["exchanges", "hops"],
+)
+def test_a_profile_names_branches_and_messages(heads, branch, collective, texts, tmp_path):
+    options = ["--data-path", texts, "--devices", 2, "--heads", heads, "--steps", 8]
+    trained(tmp_path / "run", *options, "--profile", tmp_path / "profile")
     (trace,) = (tmp_path / "profile").rglob("*.xplane.pb")
     content = trace.read_bytes()
-    for name in (b"branch0_w32_r1", b"branch_grad0_w32_r1", b"ring1_w128_r2", b"ring_grad1_w128_r2", b"ppermute"):
-        assert name in content, name
+    for name in ("local0_w32_r1/", "local0_w32_r1_bwd/", f"{branch}/{collective}", f"{branch}_bwd/{collective}"):
+        assert name.encode() in content, name

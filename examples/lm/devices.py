@@ -124,11 +124,14 @@ def make_mesh(devices: Sequence[jax.Device], data: int, ring: int, tensor: int) 
 
 
 def make_ring(mesh: Mesh, layout: str) -> rj.Ring:
-    """Returns the ring of a mesh; `auto` is zigzag, which balances causal work, if the ring has several devices."""
-    if layout == "auto":
-        layout = "zigzag" if mesh.shape["ring"] > 1 else "contiguous"
+    """Returns the ring of a mesh."""
     with as_user_error(ValueError):
         return rj.Ring(mesh, axis_name="ring", batch_axis="data", head_axis="tensor", layout=layout)
+
+
+def needs_zigzag(plan: rj.Plan) -> bool:
+    """Returns whether a branch rotates or gathers keys: causal work is then balanced in the zigzag layout only."""
+    return any(branch.where not in ("local", "all_to_all") for branch in plan.branches)
 
 
 def check_fits(mesh: Mesh, ring: rj.Ring, seq_len: int, batch: int, micro_batches: int) -> None:

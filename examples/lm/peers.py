@@ -217,7 +217,7 @@ class Peers:
         if error is None:
             self._broadcast("bye")
             return
-        if not isinstance(error, (UserError, RunError)) or self._ends:
+        if not isinstance(error, (UserError, RunError)):
             time.sleep(_OWN_ERROR + 1)  # if another process is lost, the monitoring thread ends this one with a message
         code = 2 if isinstance(error, UserError) else 1
         self._broadcast(f"failed {self.rank}")

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from ringjax._src import debug, dropout, vjp
+from ringjax._src import debug, dropout, sharded, vjp
 from ringjax._src.branches.protocol import Shard
 from ringjax._src.comm.layout import layout_for, layout_named
-from ringjax._src.comm.mesh import Ring, RingInfo, abstract_platform, axes, check_ring_options
+from ringjax._src.comm.mesh import Ring, RingInfo, abstract_device, axes, check_ring_options, inner_size
+from ringjax._src.comm.order_checks import report_split_documents
 from ringjax._src.comm.ring_comm import AxisName, StrategyName
+from ringjax._src.device_shard import device_shard, grouped
 from ringjax._src.kernels.dispatch import Implementation, check_implementation
 from ringjax._src.kernels.interface import BlockSizes
 from ringjax._src.pattern import DilationPattern
-from ringjax._src.planning.plan import checked_plan
 from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.validation import AttentionShape, check_dropout, check_inputs, check_instance, check_positions
-from ringjax._src.vma import match_vma
-
-# An `AttentionSpec` that lacks what depends on the arrays of a device.
-_MakeSpec = functools.partial[AttentionSpec]
 
 
 def dilated_attention(
@@ -101,19 +94,18 @@ def dilated_attention(
         (1, 64, 4, 8)
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
-    make_spec = _spec_maker(pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
-    if ring is None:
-        check_positions(shape.batch, shape.length)
-    else:
+    spec = _spec(query, pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
+    if ring is not None:
         check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
-    key_bits = _dropout_key_bits(dropout_rate, dropout_rng)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
+    seeds = _seeds(dropout_rate, dropout_rng, query)
     debug.report_nan(query=query, key=key, value=value)
-    if ring is None:
-        out = _on_one_device(make_spec, shape, query, key, value, ids, key_bits)
-    else:
-        out = _sharded_attention(ring, make_spec, shape, query, key, value, ids, key_bits)
+    if ring is not None and ids is not None:
+        report_split_documents(ring, ids)
+    shard = Shard(query, key, value, ids, seeds)
+    call = sharded.from_types(spec, shard) if ring is None else sharded.on_ring(spec, ring, shard)
+    out = _on_one_device(spec, shard) if call is None else sharded.attention(call, *call.placed(shard))
     debug.report_nan(output=out)
     return out
 
@@ -150,13 +142,15 @@ def count_tiles(
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, None)
     check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
-    make_spec = _spec_maker(pattern, is_causal, shape, 0.0, None, "xla", None)
+    spec, info = _spec(query, pattern, is_causal, shape, 0.0, None, "xla", None), ring.info()
 
-    def count(query: Array, key: Array, value: Array, ids: Array | None, key_bits: None) -> Array:
-        spec, shard = _on_ring(make_spec, ring.info(), shape, query, key, value, ids, None)
-        return vjp.count_tiles(spec, shard).reshape(1, 1, 1)
+    def count(query: Array, key: Array, value: Array, ids: Array | None) -> Array:
+        return vjp.count_tiles(*device_shard(spec, info, Shard(query, key, value, ids))).reshape(1, 1, 1)
 
-    return _sharded(ring, count, PartitionSpec(*ring.spec()[:3]), (query, key, value), segment_ids)
+    arrays = ring.spec()
+    specs = (arrays, arrays, arrays, PartitionSpec(*arrays[:2]))
+    out_spec = PartitionSpec(*arrays[:3])
+    return jax.shard_map(count, mesh=ring.mesh, in_specs=specs, out_specs=out_spec)(query, key, value, segment_ids)
 
 
 def ring_dilated_attention(
@@ -224,8 +218,7 @@ def ring_dilated_attention(
     ring_size, head_shards = _axis_size("axis_name", axis_name), _axis_size("head_axis", head_axis)
     _axis_size("batch_axis", batch_axis)
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
-    make_spec = _spec_maker(pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
-    key_bits = _dropout_key_bits(dropout_rate, dropout_rng)
+    spec = _spec(query, pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
     check_positions(*query.shape[:2])
     layout = layout_for(layout, ring_size)
     chunks = layout_named(layout).chunks
@@ -233,147 +226,45 @@ def ring_dilated_attention(
         raise ValueError(
             f"`query` length per device must be a multiple of {chunks} for layout {layout!r}, got {query.shape[1]}."
         )
-    platform = abstract_platform(jax.sharding.get_abstract_mesh())
-    info = RingInfo(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards, platform)
-    seeds = _seeds(key_bits, query, batch_axis, head_axis)
+    device = abstract_device(jax.sharding.get_abstract_mesh())
+    inner = inner_size(axis_name, {axis: lax.axis_size(axis) for axis in axes(axis_name)})
+    info = RingInfo(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards, device, inner)
+    seeds = _seeds(dropout_rate, dropout_rng, query, batch_axis, head_axis)
     debug.report_nan(query=query, key=key, value=value)
-    spec, shard = _on_ring(make_spec, info, shape, query, key, value, segment_ids, seeds)
-    out = vjp.attention(spec, *shard).reshape(query.shape)
+    local_spec = spec._replace(kv_heads=spec.kv_heads * head_shards)
+    local_spec, shard = device_shard(local_spec, info, Shard(query, key, value, segment_ids, seeds))
+    out = vjp.attention(local_spec, *shard)
     debug.report_nan(output=out)
-    return out
+    return out.reshape(query.shape)
 
 
-def _on_one_device(
-    make_spec: _MakeSpec,
-    shape: AttentionShape,
-    query: Array,
-    key: Array,
-    value: Array,
-    ids: Array | None,
-    key_bits: Array | None,
-) -> Array:
+def _on_one_device(spec: AttentionSpec, given: Shard) -> Array:
     """Computes attention on one device, skipping the padding at the end of the sequence."""
-    query, key, value = (x[:, : shape.length] for x in (query, key, value))
-    ids = None if ids is None else ids[:, : shape.length]
-    shard = _shard(query, key, value, ids, _seeds(key_bits, query, None, None))
-    out = vjp.attention(_spec(make_spec, shard), *shard).reshape(query.shape)
-    padding = shape.stored_length - shape.length
+    shape, length = given.query.shape, spec.seq_len
+    check_positions(shape[0], length)
+    query, key, value = (x[:, :length] for x in (given.query, given.key, given.value))
+    ids = None if given.ids is None else given.ids[:, :length]
+    shard = grouped(Shard(query, key, value, ids, given.seeds))
+    spec = spec._replace(stored_length=length, has_ids=ids is not None)
+    out = vjp.attention(spec, *shard).reshape(shape[0], length, *shape[2:])
+    padding = shape[1] - length
     return jnp.pad(out, [(0, 0), (0, padding), (0, 0), (0, 0)]) if padding else out
 
 
-def _sharded_attention(
-    ring: Ring,
-    make_spec: _MakeSpec,
-    shape: AttentionShape,
-    query: Array,
-    key: Array,
-    value: Array,
-    ids: Array | None,
-    key_bits: Array | None,
-) -> Array:
-    """Computes attention of global arrays on the devices of a ring."""
-    info = ring.info()
-    is_checked = make_spec.keywords["implementation"] not in (
-        "interpret_tpu",
-        "interpret_gpu",
-    )  # interpreted kernels lose the varying axes of their operands
-    if all(ring.size(name) == 1 for name in ("axis_name", "batch_axis", "head_axis")):
-        shard = jax.eval_shape(_shard, query, key, value, ids, None)
-        checked_plan(_spec(make_spec, shard, info))  # checks the memory budget
-        if not any(axis for x in (query, key, value) for axis in jax.typeof(x).sharding.spec):
-            return _on_one_device(make_spec, shape, query, key, value, ids, key_bits)
-        local = functools.partial(_on_one_device, make_spec, shape)  # shard_map removes explicit axes from the types
-        return _sharded(ring, local, ring.spec(), (query, key, value), ids, key_bits, is_checked)
-
-    def on_device(query: Array, key: Array, value: Array, ids: Array | None, key_bits: Array | None) -> Array:
-        seeds = _seeds(key_bits, query, ring.batch_axis, ring.head_axis)
-        spec, shard = _on_ring(make_spec, info, shape, query, key, value, ids, seeds)
-        return vjp.attention(spec, *shard).reshape(query.shape)
-
-    return _sharded(ring, on_device, ring.spec(), (query, key, value), ids, key_bits, is_checked)
-
-
-def _sharded(
-    ring: Ring,
-    local: Callable[..., Array],
-    out_spec: PartitionSpec,
-    arrays: tuple[Array, Array, Array],
-    ids: Array | None,
-    key_bits: Array | None = None,
-    check_vma: bool = True,
-) -> Array:
-    """Runs `local` on each device's shards of query, key, value and ids; the dropout key bits are replicated."""
-    spec = ring.spec()
-    specs = (spec, spec, spec, PartitionSpec(*spec[:2]), PartitionSpec())
-    sharded = jax.shard_map(local, mesh=ring.mesh, in_specs=specs, out_specs=out_spec, check_vma=check_vma)
-    return sharded(*arrays, ids, key_bits)
-
-
-def _on_ring(
-    make_spec: _MakeSpec,
-    info: RingInfo,
-    shape: AttentionShape,
-    query: Array,
-    key: Array,
-    value: Array,
-    ids: Array | None,
-    seeds: Array | None,
-) -> tuple[AttentionSpec, Shard]:
-    """Returns spec and shard of one device inside `shard_map`, with padding marked by negative ids."""
-    if ids is not None:
-        if not jnp.can_cast(ids.dtype, jnp.int32):
-            raise ValueError(f"`segment_ids` must have an integer dtype that fits int32 on a ring, got {ids.dtype}.")
-        ids = ids.astype(jnp.int32)
-    (query, key, value, _), ids = match_vma((query, key, value, lax.axis_index(info.axis_name)), ids)
-    spec = _spec(make_spec, _shard(query, key, value, ids, seeds), info)
-    if shape.length < shape.stored_length:
-        spec = spec._replace(seq_len=shape.length, has_ids=True)
-        given = jnp.zeros_like(query, shape=query.shape[:2], dtype=jnp.int32) if ids is None else ids
-        ids = jnp.where(spec.local_positions()[None, :] < shape.length, given, -1)
-    return spec, _shard(query, key, value, ids, seeds)
-
-
-def _spec(make_spec: _MakeSpec, shard: Shard, info: RingInfo | None = None) -> AttentionSpec:
-    """Returns the spec of an attention call of which a device holds this shard."""
-    batch, length, kv_heads, q_per_kv, dim = shard.query.shape
-    ring = {} if info is None else dataclasses.asdict(info)
-    ring_size, head_shards = ring.pop("axis_size", 1), ring.get("head_shards", 1)
-    return make_spec(
-        seq_len=length * ring_size,
-        stored_length=length * ring_size,
-        batch=batch,
-        kv_heads=kv_heads * head_shards,
-        q_per_kv=q_per_kv,
-        head_dim=dim,
-        dtype=shard.query.dtype.name,
-        has_ids=shard.ids is not None,
-        ring_size=ring_size,
-        **ring,
-    )
-
-
-def _shard(query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None) -> Shard:
-    """Reshapes queries (B, T, N, H) to (B, T, K, G, H) and seeds (B, N) to (B, K, G)."""
-    batch, length, _, dim = query.shape
-    query = query.reshape(batch, length, key.shape[2], -1, dim)
-    return Shard(query, key, value, ids, None if seeds is None else seeds.reshape(batch, key.shape[2], -1))
-
-
-def _dropout_key_bits(rate: float, rng: Array | None) -> Array | None:
-    """Returns the random bits of the dropout key, or None if dropout is inactive."""
-    return None if rng is None or rate == 0 else dropout.key_bits(rng)
-
-
 def _seeds(
-    key_bits: Array | None, query: Array, batch_axis: AxisName | None, head_axis: AxisName | None
+    rate: float,
+    rng: Array | None,
+    query: Array,
+    batch_axis: AxisName | None = None,
+    head_axis: AxisName | None = None,
 ) -> Array | None:
-    """Returns the seeds of this device's batch entries and heads, which are sharded over the given axes."""
-    if key_bits is None:
+    """Returns the dropout seeds of batch entries and heads, which are sharded over the given axes, if any."""
+    if rng is None or rate == 0:
         return None
     batch, _, heads, _ = query.shape
     batch_index, head_index = (0 if axis is None else lax.axis_index(axis) for axis in (batch_axis, head_axis))
     return dropout.seeds_of(
-        key_bits, batch=batch, heads=heads, first_entry=batch_index * batch, first_head=head_index * heads
+        dropout.key_bits(rng), batch=batch, heads=heads, first_entry=batch_index * batch, first_head=head_index * heads
     )
 
 
@@ -384,7 +275,8 @@ def _axis_size(name: str, value: AxisName | None) -> int:
         raise ValueError(f"`{name}` must name axes of the `shard_map` around the call, got {axes(value)}.") from None
 
 
-def _spec_maker(
+def _spec(
+    query: Array,
     pattern: DilationPattern,
     is_causal: bool,
     shape: AttentionShape,
@@ -392,7 +284,8 @@ def _spec_maker(
     dropout_rng: Array | None,
     implementation: Implementation | None,
     block_sizes: BlockSizes | None,
-) -> _MakeSpec:
+) -> AttentionSpec:
+    """Checks the options of a call and returns its description, for one device."""
     check_dropout(dropout_rate, dropout_rng)
     check_implementation(implementation, block_sizes)
     if dropout_rate > 0:
@@ -407,10 +300,17 @@ def _spec_maker(
                 f"{block_sizes}."
             )
         implementation = "xla"
-    return functools.partial(
-        AttentionSpec,
+    return AttentionSpec(
         pattern=pattern,
+        seq_len=shape.length,
+        stored_length=shape.stored_length,
+        batch=shape.batch,
+        kv_heads=shape.kv_heads,
+        q_per_kv=shape.q_per_kv,
+        head_dim=shape.dim,
         is_causal=is_causal,
+        dtype=query.dtype.name,
+        has_ids=False,
         scale=shape.scale,
         dropout_rate=float(dropout_rate),
         implementation=implementation,

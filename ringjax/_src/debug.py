@@ -23,12 +23,12 @@ def is_enabled() -> bool:
     return os.environ.get(SWITCH, "0") not in ("", "0")
 
 
-def report(argument: str, fault: str, is_bad: Callable[[], Array]) -> None:
+def report(argument: str, fault: str, is_bad: Callable[[], Array], *, always: bool = False) -> None:
     """Adds a run-time warning such as "3 values are NaN", with `fault` in place of NaN, if any value is bad.
 
-    `is_bad` returns a boolean mask of the bad values. It is called only if reports are enabled.
+    `is_bad` returns a boolean mask of the bad values. It is called only if reports are enabled, or `always`.
     """
-    if is_enabled():
+    if always or is_enabled():
         jax.debug.callback(functools.partial(_warn, argument, fault), jnp.sum(is_bad(), dtype=jnp.int32))
 
 

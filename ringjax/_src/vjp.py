@@ -15,21 +15,22 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ringjax._src import online_softmax as softmax
-from ringjax._src.branches.protocol import Kept, Shard
-from ringjax._src.branches.registry import make_branches
+from ringjax._src.branches.protocol import InFlight, Kept, Shard
+from ringjax._src.branches.registry import make_branches, ordered_axis
+from ringjax._src.comm.ordering import after
 from ringjax._src.kernels.dispatch import delta
 from ringjax._src.kernels.interface import Grads, Residuals
 from ringjax._src.planning.spec import AttentionSpec
 
 
-class _Saved(NamedTuple):
+class Saved(NamedTuple):
     """What the forward pass saves for the backward pass.
 
     Attributes:
         shard: Query, key and value, segment ids and dropout seeds.
         out: The output (B, c, K, G, H).
         lse: The log-sum-exp over all branches (B, c, K, G).
-        kept: Output rows of each branch on its own, with ``mixing="detached"``.
+        kept: Output rows of each branch on its own, with ``mixing="detached"``; otherwise empty.
     """
 
     shard: Shard
@@ -43,7 +44,7 @@ def _attention(
     spec: AttentionSpec, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None
 ) -> Array:
     """Computes attention (B, c, K, G, H); the arguments are those of `Shard`."""
-    return _forward(spec, Shard(query, key, value, ids, seeds)).out
+    return forward(spec, Shard(query, key, value, ids, seeds)).out
 
 
 # Calls outside of `jit` compile once, and equal layers are traced once. Inlined, because plain XLA holds more in memory
@@ -59,40 +60,60 @@ def count_tiles(spec: AttentionSpec, shard: Shard) -> Array:
     return tiles
 
 
-def _forward(spec: AttentionSpec, shard: Shard) -> _Saved:
+def forward(spec: AttentionSpec, shard: Shard) -> Saved:
+    """Computes the output of this device's queries, and what the backward pass needs."""
     branches = make_branches(spec, shard)
-    in_flight = [branch.start(shard) for branch in branches]
+    axis_name = ordered_axis(spec, branches)
+    in_flight: list[InFlight] = []
+    for branch in branches:
+        with jax.named_scope(branch.name):
+            in_flight.append(branch.start(shard))
     merged = softmax.empty_like(jnp.zeros_like(shard.query, dtype=softmax.accumulator(shard.query.dtype)))
-    kept = []
-    for branch, sent in zip(branches, in_flight, strict=True):
+    kept: list[Kept] = []
+    for branch, started in zip(branches, in_flight, strict=True):
+        order = functools.partial(after, done=(in_flight, merged.lse), axis_name=axis_name)
+        sent, merged = order(started), merged._replace(lse=order(merged.lse))
         with jax.named_scope(branch.name):
             merged, rows = branch.finish(shard, sent, merged)
-        kept.append(jax.tree.map(lambda x: checkpoint_name(x.astype(shard.query.dtype), "ringjax_out"), rows))
+        if spec.pattern.mixing == "detached":
+            kept.append(jax.tree.map(lambda x: checkpoint_name(x.astype(shard.query.dtype), "ringjax_out"), rows))
     out = (merged.out / spec.attend_config.output_divisor).astype(shard.query.dtype)
     lse = checkpoint_name(merged.lse, "ringjax_lse")
-    return _Saved(shard, checkpoint_name(out, "ringjax_out"), lse, kept)
+    return Saved(shard, checkpoint_name(out, "ringjax_out"), lse, kept)
 
 
 def _attention_fwd(
     spec: AttentionSpec, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None
-) -> tuple[Array, _Saved]:
-    saved = _forward(spec, Shard(query, key, value, ids, seeds))
+) -> tuple[Array, Saved]:
+    saved = forward(spec, Shard(query, key, value, ids, seeds))
     return saved.out, saved
 
 
-def _attention_bwd(spec: AttentionSpec, saved: _Saved, dout: Array) -> tuple[Array, Array, Array, None, None]:
+def backward(spec: AttentionSpec, saved: Saved, dout: Array) -> tuple[Array, Array, Array]:
+    """Computes the gradients of query, key and value."""
     shard, out, lse, kept = saved
     branches = make_branches(spec, shard)
+    kept = kept or [None] * len(branches)
+    axis_name = ordered_axis(spec, branches)
     joint_delta = delta(dout, out, lse.dtype, spec.attend_config)
     residuals = Residuals(dout, softmax.for_backward(lse), joint_delta, out)
-    in_flight = [branch.start_bwd(shard, residuals, rows) for branch, rows in zip(branches, kept, strict=True)]
+    in_flight: list[InFlight] = []
+    for branch, rows in zip(branches, kept, strict=True):
+        residuals = residuals._replace(lse=after(residuals.lse, in_flight, axis_name))
+        with jax.named_scope(f"{branch.name}_bwd"):
+            in_flight.append(branch.start_bwd(shard, residuals, rows))
     dq, dk, dv = (jnp.zeros_like(x, dtype=lse.dtype) for x in shard[:3])
     grads = Grads(dq, (dk, dv))
     for branch, rows, sent in zip(branches, kept, in_flight, strict=True):
+        residuals = residuals._replace(lse=after(residuals.lse, in_flight, axis_name))
         with jax.named_scope(f"{branch.name}_bwd"):
             grads = branch.finish_bwd(shard, residuals, rows, sent, grads)
     dq, dk, dv = (x.astype(shard.query.dtype) for x in (grads.query, *grads.kv))
-    return dq, dk, dv, None, None
+    return dq, dk, dv
+
+
+def _attention_bwd(spec: AttentionSpec, saved: Saved, dout: Array) -> tuple[Array, Array, Array, None, None]:
+    return *backward(spec, saved, dout), None, None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -39,10 +39,13 @@ class Choice(NamedTuple):
     gradient_memory: int
 
 
+_MOST_EXPOSED = 0.1  # share of the time that communication may add before a warning
+
+
 def warnings_of(job: PlanOptions, plan: Plan, guess: Estimate | None) -> list[Finding]:
     """Returns all warnings about a plan, each with a fix."""
     found = [*_coverage(job), *_alignment(plan), *_balance(job, plan), *_kernels(job, plan), *_memory(job, plan)]
-    if guess is not None and guess.hidden < 0.95:
+    if guess is not None and guess.exposed_seconds > _MOST_EXPOSED * guess.training_seconds:
         about = f"about {1 - guess.hidden:.0%} of the communication time is not hidden by computation (estimate)"
         fix = "use a smaller --ring or fewer --kv-heads, or larger rates for segments that span devices"
         found.append(Finding(about, fix))
@@ -74,7 +77,7 @@ def _coverage(job: PlanOptions) -> Iterator[Finding]:
 
 def _alignment(plan: Plan) -> Iterator[Finding]:
     for branch in plan.branches:
-        if branch.advice:
+        if branch.advice and not branch.exchange:
             length = plan.aligned_length
             about = f"{branch.segment_length}/{branch.rate} uses the slower position-based path: {branch.advice}"
             aligned = f"--stored-length {length}: to_layout(..., length={length})"
@@ -83,7 +86,7 @@ def _alignment(plan: Plan) -> Iterator[Finding]:
 
 def _balance(job: PlanOptions, plan: Plan) -> Iterator[Finding]:
     if plan.balance > 1.05:
-        is_uneven = job.is_causal and plan.spec.layout == "contiguous"
+        is_uneven = job.is_causal and plan.spec.layout == "contiguous" and any(b.hops for b in plan.branches)
         length = f"use a length that is a multiple of {2 * job.ring_size} times the largest rate"
         about = f"the busiest device does {plan.balance:.2f} times the mean work"
         yield Finding(about, "--layout zigzag" if is_uneven else length)

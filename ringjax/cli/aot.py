@@ -39,49 +39,26 @@ _PACKAGES = {"cpu": ("jaxlib",), "tpu": ("libtpu",), "cuda": ("jax_cuda12_plugin
 
 @dataclasses.dataclass(frozen=True)
 class ProgramReport:
-    """A compiled attention program compared with its plan; measured fields are None if compilation failed.
-
-    Attributes:
-        target: Name of the target.
-        part: ``"forward"``, or ``"gradient"`` for the forward and backward pass.
-        devices: Number of devices, all in one ring.
-        limit_bytes: Memory of one device.
-        planned_bytes: Memory per device predicted by the plan.
-        planned_permutes: Number of collective permutes per device predicted by the plan.
-        planned_sent_bytes: Bytes sent by those permutes.
-        error: Why compilation failed, or an empty string.
-        seconds: Compile time.
-        argument_bytes: Size of the arguments per device.
-        output_bytes: Size of the outputs per device.
-        temporary_bytes: Size of the temporaries per device; on TPU as allocated by the compiler.
-        permutes: Number of collective permutes per device, counting every loop iteration.
-        sent_bytes: Bytes sent by those permutes.
-        other_collectives: Number of other collectives executed per device.
-        messages: Number of collective-permute instructions in the program.
-        messages_async: Number of those that are asynchronous.
-        messages_overlapped: Number of those that overlap with a kernel or a matrix multiplication.
-        kernels: Names of the kernels.
-    """
+    """A compiled attention program compared with its plan; measured fields are None if compilation failed."""
 
     target: str
-    part: str
-    devices: int
-    limit_bytes: int
-    planned_bytes: int
-    planned_permutes: int
-    planned_sent_bytes: int
-    error: str = ""
-    seconds: float | None = None
-    argument_bytes: int | None = None
-    output_bytes: int | None = None
-    temporary_bytes: int | None = None
-    permutes: int | None = None
-    sent_bytes: int | None = None
-    other_collectives: int | None = None
-    messages: int | None = None
-    messages_async: int | None = None
-    messages_overlapped: int | None = None
-    kernels: tuple[str, ...] = ()
+    part: str  # "forward", or "gradient" for the forward and backward pass
+    devices: int  # number of devices, all in one ring
+    limit_bytes: int  # memory of one device
+    planned_bytes: int  # memory per device predicted by the plan
+    planned_collectives: int  # number of collectives per device predicted by the plan
+    planned_operand_bytes: int  # bytes of their operands
+    error: str = ""  # why compilation failed, or an empty string
+    seconds: float | None = None  # compile time
+    argument_bytes: int | None = None  # size of the arguments per device
+    output_bytes: int | None = None  # size of the outputs per device
+    temporary_bytes: int | None = None  # size of the temporaries per device; on TPU as allocated by the compiler
+    collectives: int | None = None  # number of collectives per device, counting every loop iteration
+    operand_bytes: int | None = None  # bytes of their operands
+    messages: int | None = None  # number of such instructions in the program
+    messages_async: int | None = None  # number of those that are asynchronous
+    messages_overlapped: int | None = None  # number of those that overlap with a kernel or a matrix multiplication
+    kernels: tuple[str, ...] = ()  # names of the kernels
 
     @property
     def device_bytes(self) -> int | None:
@@ -115,8 +92,8 @@ class ProgramReport:
             _row("  arguments", None, self.argument_bytes),
             _row("  outputs", None, self.output_bytes),
             _row("  temporaries", None, self.temporary_bytes),
-            _row("messages sent", self.planned_permutes, self.permutes, str),
-            _row("bytes sent", self.planned_sent_bytes, self.sent_bytes),
+            _row("messages sent", self.planned_collectives, self.collectives, str),
+            _row("bytes of their operands", self.planned_operand_bytes, self.operand_bytes),
         ]
         verdict = "fits" if self.fits else "DOES NOT FIT"
         lines = [
@@ -152,35 +129,31 @@ def report_program(job: PlanOptions, target: Target, part: str) -> ProgramReport
     memory, text = program.compiled.memory_analysis(), program.compiled.as_text()
     assert memory is not None and text is not None
     counts, read = executed(text), schedule(text)
-    permutes = {sent: n for sent, n in counts.items() if sent.op == "collective-permute"}
     return dataclasses.replace(
         planned,
         seconds=program.seconds,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes if allocated is None else allocated,
-        permutes=sum(permutes.values()),
-        sent_bytes=sum(sent.bytes * n for sent, n in permutes.items()),
-        other_collectives=sum(counts.values()) - sum(permutes.values()),
-        messages=len(read.permutes),
-        messages_async=read.num_async,
-        messages_overlapped=sum(x.is_async and x.between != "nothing" for x in read.permutes),
+        collectives=sum(counts.values()),
+        operand_bytes=sum(sent.bytes * n for sent, n in counts.items()),
+        messages=len(read.messages),
+        messages_async=sum(x.is_async for x in read.messages),
+        messages_overlapped=sum(x.is_async and x.between != "nothing" for x in read.messages),
         kernels=tuple(sorted({kernel.name for kernel in read.kernels})),
     )
 
 
 def allocated_temporaries(dumped: pathlib.Path) -> int | None:
-    """Reads the size of the temporaries that the TPU compiler allocates from its dump directory.
+    """Reads the bytes of temporaries that the TPU compiler allocates from its dump directory; None if unknown.
 
     `memory_analysis` counts the fragmentation of the temporaries twice, so it reports more than the compiler itself
     does when a program does not fit.
-
-    Returns:
-        The number of bytes, or None if the directory contains no buffer assignment.
     """
     found = [path.read_text() for path in dumped.glob("*after_optimizations-buffer-assignment.txt")]
-    sizes = [re.findall(r"^allocation \d+: size (\d+), preallocated-temp", text, re.MULTILINE) for text in found]
-    return max((sum(map(int, each)) for each in sizes), default=None)
+    line = r"^allocation \d+: size (\d+)(?:, page \d+)?, preallocated-temp"  # newer compilers number the pages
+    sizes = [re.findall(line, text, re.MULTILINE) for text in found]
+    return max((sum(map(int, each)) for each in sizes if each), default=None)
 
 
 def report_in_subprocess(job: PlanOptions, target_name: str, part: str) -> ProgramReport:
@@ -221,7 +194,7 @@ def work() -> None:
 
 def on_target(job: PlanOptions, target: Target) -> PlanOptions:
     """Returns the job with a ring of all devices of a target."""
-    kind = None if isinstance(target, CpuTarget) else target.name.partition(":")[0].lower()
+    kind = "cpu" if isinstance(target, CpuTarget) else target.name.partition(":")[0].lower()
     return dataclasses.replace(job, ring_size=target.devices, device=kind)
 
 
@@ -230,15 +203,14 @@ def expected(job: PlanOptions, target: Target, part: str) -> ProgramReport:
     plan = job.plan()
     memory = plan.memory(job.platform)
     every = [m for b in plan.branches for m in (b.forward if part == "forward" else b.forward + b.backward)]
-    permutes = [m for m in every if m.op == "collective-permute"]
     return ProgramReport(
         target=_full_name(target),
         part=part,
         devices=target.devices,
         limit_bytes=target.memory_bytes,
         planned_bytes=memory.forward if part == "forward" else memory.gradient,
-        planned_permutes=sum(m.number for m in permutes),
-        planned_sent_bytes=sum(m.bytes * m.number for m in permutes),
+        planned_collectives=sum(m.number for m in every),
+        planned_operand_bytes=sum(m.bytes * m.number for m in every),
     )
 
 

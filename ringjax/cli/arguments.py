@@ -13,11 +13,12 @@ from collections.abc import Iterator
 from typing import Any, get_args
 
 from ringjax._src.aot.compile import Workload
+from ringjax._src.comm.devices import Platform
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
 from ringjax._src.pattern import Branch, Coverage, DilationPattern, Heads, Mixing, Offsets
 from ringjax._src.planning.plan import Plan, plan
-from ringjax.cli.hardware import DEVICES, Device, Platform
+from ringjax.cli.hardware import DEVICES, Device
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 LAYOUTS = ("contiguous", "zigzag")
@@ -130,8 +131,8 @@ class PlanOptions:
 
     Example:
         >>> options = PlanOptions(seq_len=65536, num_heads=8, head_dim=64, ring_size=4, pattern_text="2K/1,T/16")
-        >>> options.plan().branches[1].hops
-        3
+        >>> options.plan().branches[1].where
+        'all_to_all'
     """
 
     seq_len: int
@@ -163,7 +164,7 @@ class PlanOptions:
     @property
     def hardware(self) -> Device | None:
         """The figures of `device`, or None."""
-        return None if self.device is None else DEVICES[self.device]
+        return None if self.device is None else DEVICES.get(self.device)  # a CPU has no peak figures
 
     @property
     def platform(self) -> Platform:
@@ -187,11 +188,13 @@ class PlanOptions:
 
     @property
     def variants(self) -> Iterator[PlanOptions]:
-        """The job with every layout and strategy that differs on its ring."""
+        """The job with every layout and strategy that its ring and its heads allow."""
         is_ring = self.ring_size > 1
         for layout in LAYOUTS if is_ring else LAYOUTS[:1]:
             for strategy in STRATEGIES if is_ring else STRATEGIES[:1]:
-                yield dataclasses.replace(self, layout=layout, strategy=strategy, stored_length=None)
+                other = dataclasses.replace(self, layout=layout, strategy=strategy, stored_length=None)
+                if not strategy.startswith("all_to_all") or _allows_exchange(other):
+                    yield other
 
     @property
     def workload(self) -> Workload:
@@ -224,7 +227,16 @@ class PlanOptions:
                 f"--ring times --kv-heads must be at most {_MOST_CHUNK_HEADS // 2:,}, "
                 f"got {self.ring_size} times {self.kv_heads}"
             )
-        return plan(self.pattern, ring_size=self.ring_size, head_shards=self.head_shards, **self._sizes)
+        options = {"ring_size": self.ring_size, "head_shards": self.head_shards, "device": self.device or "tpu"}
+        return plan(self.pattern, **options, **self._sizes)  # type: ignore[arg-type]
+
+
+def _allows_exchange(job: PlanOptions) -> bool:
+    try:
+        job.plan()
+    except ValueError:
+        return False
+    return True
 
 
 def _option(field: str, about: str, most: int | None = None, **settings: Any) -> dict[str, Any]:  # noqa: ANN401
@@ -249,8 +261,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dtype": _option("dtype", "dtype of the arrays", choices=DTYPES, default="bf16"),
     "ring": _option("ring_size", "devices that share the sequence", MOST_DEVICES, default="1", metavar="P"),
     "segment-ids": _option("has_segment_ids", "the sequence packs several documents", action="store_true"),
-    "layout": _option("layout", "sequence layout (zigzag if causal, else contiguous)", choices=LAYOUTS),
-    "strategy": _option("strategy", "how keys and values are exchanged", choices=STRATEGIES, default="auto"),
+    "layout": _option("layout", "sequence layout (zigzag if causal and keys rotate, else contiguous)", choices=LAYOUTS),
+    "strategy": _option("strategy", "how devices share segments", choices=STRATEGIES, default="auto"),
     "stored-length": _option("stored_length", "padded length", MOST_TOKENS, metavar="T"),
     "head-shards": _option("head_shards", "devices that share the heads", MOST_HEADS, default="1", metavar="S"),
     "memory": _option("memory", "memory per device: 80GB, 16GiB (that of --device)", type=parse_bytes),
@@ -277,5 +289,17 @@ def job_of(options: argparse.Namespace, **changes: Any) -> PlanOptions:  # noqa:
     """Returns the job described by parsed options."""
     fields = {f.name for f in dataclasses.fields(PlanOptions)}
     given = {name: value for name, value in vars(options).items() if name in fields}
-    given["layout"] = given.get("layout") or ("zigzag" if options.is_causal else "contiguous")
-    return PlanOptions(**{**given, "dtype": DTYPES[options.dtype], **changes})
+    given |= {"dtype": DTYPES[options.dtype], **changes}
+    given["layout"] = given.get("layout") or _default_layout(PlanOptions(**{**given, "layout": "contiguous"}))
+    return PlanOptions(**given)
+
+
+def _default_layout(job: PlanOptions) -> str:
+    """Returns "zigzag" for causal attention that rotates or gathers keys, or whose ring is not known yet."""
+    if not job.is_causal:
+        return "contiguous"
+    try:
+        ways = {branch.where for branch in job.plan().branches} if job.ring_size > 1 else {"ring"}
+    except ValueError:
+        return "zigzag"  # reported when the job is planned
+    return "contiguous" if ways <= {"local", "all_to_all"} else "zigzag"

@@ -57,46 +57,27 @@ class Check(NamedTuple):
 
 
 class Measurement(NamedTuple):
-    """A short performance measurement.
+    """A short performance measurement."""
 
-    Attributes:
-        about: Description of the workload.
-        tokens: Sequence length.
-        training_seconds: Time of one forward and backward pass.
-        training_tokens_per_second: Throughput of all devices together.
-        message_bytes: Size of the message of one hop, or 0 on a single device.
-        hop_bytes_per_second: Bandwidth of a hop per device, or None on a single device.
-    """
-
-    about: str
-    tokens: int
-    training_seconds: float
-    training_tokens_per_second: float
-    message_bytes: int
-    hop_bytes_per_second: float | None
+    about: str  # description of the workload
+    tokens: int  # sequence length
+    training_seconds: float  # time of one forward and backward pass
+    training_tokens_per_second: float  # throughput of all devices together
+    message_bytes: int  # size of the message of one hop, or 0 on a single device
+    hop_bytes_per_second: float | None  # bandwidth of a hop per device, or None on a single device
 
 
 @dataclasses.dataclass(frozen=True)
 class Diagnosis:
-    """The report of `ringjax doctor`.
+    """The report of `ringjax doctor`."""
 
-    Attributes:
-        versions: Versions of the relevant packages, by name.
-        variables: The relevant environment variables that are set.
-        devices: Properties of the devices as reported by JAX.
-        kernels: The implementation used on these devices, for some dtypes and head dimensions.
-        checks: Comparisons with the reference.
-        measurement: Measured performance, or None if it was skipped.
-        seconds: Total time.
-    """
-
-    versions: dict[str, str]
-    variables: dict[str, str]
-    devices: dict[str, Any]
-    kernels: dict[str, str]
-    checks: list[Check]
-    measurement: Measurement | None
-    seconds: float
+    versions: dict[str, str]  # versions of the relevant packages, by name
+    variables: dict[str, str]  # the relevant environment variables that are set
+    devices: dict[str, Any]  # properties of the devices as reported by JAX
+    kernels: dict[str, str]  # the implementation used on these devices, for some dtypes and head dimensions
+    checks: list[Check]  # comparisons with the reference
+    measurement: Measurement | None  # measured performance, or None if it was skipped
+    seconds: float  # total time
 
     @property
     def is_well(self) -> bool:
@@ -136,11 +117,7 @@ class Diagnosis:
 def examine(seconds: float = 10.0) -> Diagnosis:
     """Inspects the available devices, checks the attention against the reference and measures it.
 
-    Args:
-        seconds: Approximate measurement time; 0 skips the measurement.
-
-    Returns:
-        The report.
+    The measurement takes about `seconds`; 0 skips it.
     """
     begin = time.perf_counter()
     versions = {"ringjax": ringjax.__version__, "python": platform.python_version()}
@@ -243,11 +220,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def use_devices(cpu_devices: int | None, *, is_distributed: bool = False) -> None:
-    """Initializes JAX.
-
-    Args:
-        cpu_devices: Number of CPU devices to simulate, or None for the available devices.
-        is_distributed: Whether to join the processes of a cluster.
+    """Initializes JAX: simulates CPU devices if a number is given, and optionally joins the processes of a cluster.
 
     Raises:
         ValueError: If JAX is already initialized with another number of devices, does not detect a cluster, or cannot

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from ringjax._src.comm.layout import layout_named
-from ringjax._src.planning.table import bytes_text
 from ringjax.cli.arguments import PlanOptions, add_job_arguments, job_of
 from ringjax.cli.files import check_output, write_output
 from ringjax.cli.output import emit
@@ -159,7 +158,7 @@ def _draw_ring(figure: Any, job: PlanOptions) -> None:  # noqa: ANN401
     from matplotlib import colormaps  # noqa: PLC0415
 
     schedules = [schedule_of(branch) for branch in job.plan().branches]
-    widths = [max(1.6, 0.8 + 0.42 * s.ring_devices) for s in schedules]
+    widths = [max(1.9, 0.8 + 0.42 * s.source.shape[1]) for s in schedules]
     figure.set_size_inches(2.4 + sum(widths), 2.0 + max(2.2, 0.34 * job.ring_size))
     panels = figure.subplots(1, 1 + len(schedules), width_ratios=(1.5, *widths), squeeze=False)[0]
     turbo = colormaps["turbo"](np.linspace(0.12, 0.88, job.ring_size))
@@ -171,8 +170,8 @@ def _draw_ring(figure: Any, job: PlanOptions) -> None:  # noqa: ANN401
     title = f"{job.seq_len:,} positions over a ring of {job.ring_size} devices ({causal}{job.layout})"
     figure.suptitle(title, fontsize=12)
     figure.supxlabel(
-        "Numbers and colors: the device that the current keys came from. At each hop, keys move to the next device.\n"
-        "Full color: most work in a hop; pale: less; white: none. Blue lines separate independent rings.",
+        "Colors and numbers: the device that the keys came from, or the heads that a device has after an exchange.\n"
+        "Full color: most work; pale: less; white: none. Blue lines separate devices that share no segment.",
         fontsize=9,
     )
 
@@ -197,19 +196,15 @@ def _draw_schedule(panel: Any, schedule: Schedule, colors: np.ndarray) -> None: 
     cells = strength * colors[schedule.source] + (1 - strength)
     panel.imshow(cells, aspect="auto", interpolation="nearest")
     if schedule.ring_devices <= 16 and len(cells) <= 32:
-        for (device, hop), source in np.ndenumerate(schedule.source):
-            color = "black" if share[device, hop, 0] else "#b0b0b0"
-            panel.text(hop, device, str(source), ha="center", va="center", fontsize=8, color=color)
+        for (device, step), label in np.ndenumerate(schedule.labels):
+            color = "black" if share[device, step, 0] else "#b0b0b0"
+            panel.text(step, device, label, ha="center", va="center", fontsize=8, color=color)
     for device in range(schedule.ring_devices, len(cells), schedule.ring_devices):
         if schedule.ring_devices > 1:
             panel.axhline(device - 0.5, color="#1b4f8a", linewidth=2)
     panel.set_title(f"{schedule.name}\n{schedule.where}", fontsize=10)
-    if schedule.where == "local":
-        panel.set_xticks([])
-        panel.set_xlabel("no communication", fontsize=9)
-    else:
-        panel.set_xlabel(f"hop ({bytes_text(schedule.hop_bytes)} each)", fontsize=9)
-        panel.xaxis.get_major_locator().set_params(integer=True)
+    panel.set_xticks([])
+    panel.set_xlabel(schedule.about.replace(": ", ":\n").replace(", ", ",\n"), fontsize=9)
     panel.set_yticks([])
 
 
@@ -238,11 +233,11 @@ def _ring_text(job: PlanOptions) -> str:
     lines = ["device: chunks held"]
     lines += [f"{device:6d}: {' '.join(map(str, held))}" for device, held in enumerate(_chunks(job))]
     for s in map(schedule_of, job.plan().branches):
-        sent = "no communication" if s.where == "local" else f"{bytes_text(s.hop_bytes)} per hop"
-        lines += ["", f"{s.name}: {s.where}, {sent}; source of the keys at each hop, and relative work:"]
+        shown = "heads of each device" if s.exchange_devices > 1 else "source of the keys in each step"
+        lines += ["", f"{s.name}: {s.where}; {s.about}; {shown}, and relative work:"]
         shade = np.ceil(s.work / max(s.work.max(), 1.0) * (len(_SHADES) - 1)).astype(int)
-        for device, row in enumerate(s.source):
-            cells = (f"{source:3d}{_SHADES[shade[device, hop]]}" for hop, source in enumerate(row))
+        for device, row in enumerate(s.labels):
+            cells = (f"{label:>3}{_SHADES[shade[device, step]]}" for step, label in enumerate(row))
             lines.append(f"{device:6d}: {' '.join(cells)}")
     return "\n".join(lines)
 

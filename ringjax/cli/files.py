@@ -9,11 +9,7 @@ import tempfile
 
 
 def check_output(path: pathlib.Path, suffixes: tuple[str, ...] = ()) -> None:
-    """Checks that the file of `--output` can be written, without writing it.
-
-    Args:
-        path: The file.
-        suffixes: Allowed suffixes, or empty for any.
+    """Checks that the file of `--output` can be written and has one of the suffixes (if any), without writing it.
 
     Raises:
         ValueError: If the name has another suffix, or the path cannot be written: it is a directory or a pipe, its

@@ -9,7 +9,8 @@ import numpy as np
 
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.pattern import Branch, selected_before
-from ringjax._src.planning.plan import BranchPlan
+from ringjax._src.planning.branch_plan import BranchPlan
+from ringjax._src.planning.table import bytes_text
 from ringjax.cli.arguments import PlanOptions
 
 LONGEST = 1024  # positions in a mask
@@ -73,35 +74,70 @@ class Schedule(NamedTuple):
 
     Attributes:
         name: Segment length and rate.
-        where: ``"local"``, ``"ring"`` or ``"all_gather"``.
-        ring_devices: Number of devices in a ring.
-        source: Origin of the keys that a device holds after each hop, (devices, hops + 1).
-        work: Number of (query, key) pairs that a device computes with them, over all heads, (devices, hops + 1).
-        hop_bytes: Bytes that a device sends at each hop.
+        where: ``"local"``, ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"all_to_all_ring"``.
+        ring_devices: Number of devices that share a segment.
+        exchange_devices: Number of devices that exchange heads, or 1.
+        source: Origin of the keys that a device attends to in each step, (devices, steps); of a team, its first device.
+        labels: What is written into the cells of `source`: the origin, or after an exchange the heads of the device.
+        work: Number of (query, key) pairs that a device computes with them, over its heads, (devices, steps).
+        sent: Bytes that a device sends in the forward pass.
     """
 
     name: str
     where: str
     ring_devices: int
+    exchange_devices: int
     source: np.ndarray
+    labels: np.ndarray
     work: np.ndarray
-    hop_bytes: int
+    sent: int
+
+    @property
+    def about(self) -> str:
+        """How the branch communicates."""
+        if self.where == "local":
+            return "no communication"
+        if self.where == "all_to_all":
+            return f"{self.exchange_devices} devices exchange heads: {bytes_text(self.sent)}"
+        if self.where == "all_to_all_ring":
+            return f"{self.exchange_devices} devices exchange heads, then a ring of teams: {bytes_text(self.sent)}"
+        return f"keys in order of arrival: {bytes_text(self.sent)}"
 
 
 def schedule_of(branch: BranchPlan) -> Schedule:
     """Returns the schedule of the forward pass of a branch.
 
     Example:
-        >>> job = PlanOptions(64, num_heads=2, pattern_text="T/1", ring_size=2, is_causal=True, layout="contiguous")
+        >>> job = PlanOptions(64, num_heads=2, pattern_text="T/1", ring_size=2, is_causal=True, strategy="ring")
         >>> schedule_of(job.plan().branches[0]).work.tolist()
         [[1056.0, 0.0], [1056.0, 2048.0]]
     """
-    size, ring_devices = branch.spec.ring_size, branch.ring_devices
-    device, hop = np.arange(size)[:, None], np.arange(ring_devices)[None, :]
-    source = device - device % ring_devices + (device - hop) % ring_devices
-    work = pairs_between(branch)[device, source]
-    sent = branch.sent(branch.forward) // max(1, ring_devices - 1)
-    return Schedule(f"{branch.segment_length:,} / {branch.rate}", branch.where, ring_devices, source, work, sent)
+    team_size, num = branch.exchange_devices, branch.group.ring
+    team = np.arange(branch.spec.ring_size)[:, None] // team_size
+    hops = [0, *(hop for nth in range(1, num // 2 + 1) for hop in dict.fromkeys((nth, num - nth)))]  # from both sides
+    source = team - team % num + (team - np.array(hops)[None]) % num
+    pairs = pairs_between(branch)
+    teams = pairs.reshape(len(pairs) // team_size, team_size, -1, team_size).sum(axis=(1, 3)) / team_size
+    name = f"{branch.segment_length:,} / {branch.rate}"
+    labels = source.astype(str) if team_size == 1 else np.repeat(_head_labels(branch)[:, None], len(hops), axis=1)
+    return Schedule(
+        name,
+        branch.where,
+        branch.ring_devices,
+        team_size,
+        source * team_size,
+        labels,
+        teams[team, source],
+        branch.sent(branch.forward),
+    )
+
+
+def _head_labels(branch: BranchPlan) -> np.ndarray:
+    """Returns the query heads that each device receives in an exchange, (devices,)."""
+    member = np.arange(branch.spec.ring_size) % branch.exchange_devices
+    num = branch.spec.local_kv_heads * branch.spec.q_per_kv // branch.exchange_devices
+    first = member * num
+    return np.array([f"h{i}" if num == 1 else f"h{i}-{i + num - 1}" for i in first])
 
 
 def pairs_between(branch: BranchPlan) -> np.ndarray:

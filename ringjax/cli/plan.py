@@ -25,9 +25,11 @@ EXAMPLES = """examples:
 terms:
   chunk      contiguous part of the sequence on a device: one per device, or two with the zigzag layout
   residue    position within a segment modulo the rate; in each branch a head selects one residue
-  hops       sends to the next device in the forward pass; "7 x 16": in 16 parts of 7 hops each
-  rows/hop   selected positions per hop, summed over the heads in a part
-  bwd moves  what rotates in the backward pass: keys and values, or queries, with their gradients
+  where      how devices share segments: local, ring, all_to_all (they exchange heads), all_gather;
+             "all_to_all_ring (4 x 2)": 4 devices exchange heads, and keys rotate between 2 such teams
+  messages   hops and exchanges one after the other in the forward pass; "4 x 16": in 16 parts
+  rows       selected positions in a message, summed over the heads in a part
+  bwd moves  what is sent in the backward pass: keys and values, or queries, with their gradients, or all of them
   balance    work of the busiest device divided by the mean
 """
 _SWEPT = ["ring", "seq-len", "heads", "kv-heads", "head-dim", "batch"]  # options that --sweep accepts
@@ -112,8 +114,8 @@ def plan_report(job: PlanOptions) -> PlanReport:
     Example:
         >>> job = PlanOptions(2**20, pattern_text="2K/1,T/64", ring_size=8, is_causal=True, device="h100")
         >>> report = plan_report(job)
-        >>> report.fits, report.best.layout, report.warnings[0].fix
-        (True, 'zigzag', '--layout zigzag')
+        >>> report.fits, report.best.layout, report.warnings
+        (True, 'contiguous', [])
     """
     plan = _countable_plan(job)
     guess = None if job.hardware is None else estimate(plan, job.hardware)

@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ringjax._src.online_softmax import accumulator
+from ringjax._src.planning.branch_plan import BACKWARD, BranchPlan
 from ringjax._src.planning.costs import Message
-from ringjax._src.planning.plan import BranchPlan, Plan
+from ringjax._src.planning.plan import Plan
 from ringjax.cli.hardware import Device
-
-BACKWARD = 2.5  # ratio of matrix multiplications, backward to forward
 
 
 class PassTime(NamedTuple):
@@ -49,7 +48,7 @@ class Estimate:
     Example:
         >>> from ringjax.cli.arguments import PlanOptions
         >>> from ringjax.cli.hardware import DEVICES
-        >>> job = PlanOptions(2**20, pattern_text="2K/1,T/8", ring_size=8, layout="zigzag", is_causal=True)
+        >>> job = PlanOptions(2**20, pattern_text="2K/1,T/8", ring_size=8, layout="zigzag", strategy="ring")
         >>> estimate(job.plan(), DEVICES["h100"]).hidden
         1.0
     """
@@ -70,11 +69,15 @@ class Estimate:
         return self.forward_seconds + sum(x.total for x in self.backward)
 
     @property
+    def exposed_seconds(self) -> float:
+        """Communication time of both passes that is not hidden by computation."""
+        return sum(x.exposed for x in (*self.forward, *self.backward))
+
+    @property
     def hidden(self) -> float:
         """Fraction of communication time hidden by computation; 1 if nothing is sent."""
-        both = (*self.forward, *self.backward)
-        sent = sum(x.link for x in both)
-        return 1.0 - sum(x.exposed for x in both) / sent if sent else 1.0
+        sent = sum(x.link for x in (*self.forward, *self.backward))
+        return 1.0 - self.exposed_seconds / sent if sent else 1.0
 
     @property
     def bound(self) -> str:
@@ -110,20 +113,19 @@ def estimate(plan: Plan, device: Device) -> Estimate:
 
 
 def _pass_time(branch: BranchPlan, messages: tuple[Message, ...], device: Device, *, is_backward: bool) -> PassTime:
-    request = branch.spec
-    flops = max(branch.flops) * (BACKWARD if is_backward else 1.0)
-    num_pairs = branch.ring_devices if branch.where != "local" else 1
-    compute = flops / device.flops(request.dtype)
-    memory = num_pairs * _pair_bytes(branch, is_backward) / device.bandwidth
-    link = branch.sent(messages) / device.hop_bandwidth(branch.ring_devices)
-    work = max(compute, memory)
-    if branch.where == "all_gather":
-        return PassTime(compute, memory, link, work + link)  # computation starts after all keys have arrived
-    hops = branch.ring_devices if is_backward else branch.ring_devices - 1
+    """Estimates a pass; hops overlap with computation, and other messages do not."""
+    group = branch.group
+    compute = max(branch.flops) * (BACKWARD if is_backward else 1.0) / device.model.flops(branch.spec.dtype)
+    memory = group.ring * _pair_bytes(branch, is_backward) / device.bandwidth
+    bandwidth = device.model.hop_bandwidth(branch.ring_devices)
+    link = branch.sent(messages) / bandwidth
+    hopping = sum(m.sent for m in messages if m.op == "collective-permute") / bandwidth
+    work, waiting = max(compute, memory), link - hopping
+    hops = (group.ring if is_backward else group.ring - 1) if hopping else 0
     if not hops:
-        return PassTime(compute, memory, link, work)
-    pair, hop = work / num_pairs, link / hops
-    return PassTime(compute, memory, link, hops * max(pair, hop) + (num_pairs - hops) * pair)
+        return PassTime(compute, memory, link, work + waiting)
+    pair, hop = work / group.ring, hopping / hops
+    return PassTime(compute, memory, link, hops * max(pair, hop) + (group.ring - hops) * pair + waiting)
 
 
 def _pair_bytes(branch: BranchPlan, is_backward: bool) -> float:

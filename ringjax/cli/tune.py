@@ -163,14 +163,8 @@ def tune(
 ) -> Tuning:
     """Measures an attention with different layouts, strategies and, where Pallas kernels run, block sizes.
 
-    Args:
-        job: The attention, with a ring of at most the available devices.
-        seconds: Measurement time per trial.
-        implementation: As for `dilated_attention`; the interpreted kernels are for tests.
-        sizes: Query and key block sizes to try, or None for a default set.
-
-    Returns:
-        The fastest options and all measurements.
+    A trial takes about `seconds`. Only tests pass an `implementation` (interpreted kernels) and query and key block
+    sizes to try.
 
     Raises:
         ValueError: If every trial failed.

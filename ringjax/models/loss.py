@@ -9,21 +9,26 @@ from jax.typing import ArrayLike
 from jaxtyping import Float, Int, Num
 
 from ringjax._src import debug
-from ringjax._src.validation import check_array, check_int, check_integers
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.validation import check_array, check_instance, check_int, check_integers
 from ringjax.models.vocabulary import is_outside
 
 
 def next_token_targets(
-    tokens: Int[ArrayLike, "B T"], segment_ids: Int[ArrayLike, "B T"] | None = None, seq_len: int | None = None
+    tokens: Int[ArrayLike, "B T"],
+    segment_ids: Int[ArrayLike, "B T"] | None = None,
+    seq_len: int | None = None,
+    *,
+    ring: Ring | None = None,
 ) -> tuple[Int[Array, "B T"], Float[Array, "B T"]]:
     """Returns next-token targets and loss weights, respecting document boundaries.
-
-    Call it on sequences in their original order, before `to_layout`, and permute the results like the tokens.
 
     Args:
         tokens: Token ids.
         segment_ids: Document ids as for `dilated_attention`; negative ids mark padding.
         seq_len: Length without padding, at most T; later tokens are padding.
+        ring: The ring in whose layout tokens and ids are, as returned by `Ring.shard`; None for sequence order. Targets
+            and weights are in the same order.
 
     Returns:
         The targets, in the dtype of the tokens, and their float32 weights: 1, or 0 (with target 0) for padding and for
@@ -31,7 +36,7 @@ def next_token_targets(
 
     Raises:
         ValueError: If `tokens` is not an integer array of two axes, `segment_ids` is not an integer array of the same
-            shape, or `seq_len` is not between 1 and T.
+            shape, `seq_len` is not between 1 and T, or T is not a length that `ring` stores.
 
     Example:
         >>> import jax.numpy as jnp
@@ -46,10 +51,14 @@ def next_token_targets(
     seq_len = length if seq_len is None else check_int("seq_len", seq_len)
     if seq_len > length:
         raise ValueError(f"`seq_len` must be at most the length {length} of `tokens`, got {seq_len}.")
-    tokens = jnp.asarray(tokens)
+    tokens, ids = jnp.asarray(tokens), None if ids is None else jnp.asarray(ids)
+    if ring is not None:
+        ring = check_instance("ring", ring, Ring)
+        ordered_ids = None if ids is None else ring.unshard(ids)
+        targets, weights = next_token_targets(ring.unshard(tokens), ordered_ids, seq_len)
+        return ring.shard(targets), ring.shard(weights)
     has_next = jnp.broadcast_to(jnp.arange(length)[None] < seq_len - 1, tokens.shape)
     if ids is not None:
-        ids = jnp.asarray(ids)
         has_next &= (ids == jnp.roll(ids, -1, axis=1)) & (ids >= 0)
     return jnp.where(has_next, jnp.roll(tokens, -1, axis=1), 0), has_next.astype(jnp.float32)
 

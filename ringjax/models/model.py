@@ -18,18 +18,22 @@ it (as metadata of the parameters); all other parameters are replicated.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Float, Int
 
 from ringjax._src import debug
+from ringjax._src.comm.layout import to_layout
 from ringjax._src.comm.mesh import Ring, stored_positions
-from ringjax._src.decode import DecodeCache, init_cache
+from ringjax._src.decode import DecodeCache, generate, init_cache
 from ringjax._src.decode.cache import cache_specs, clipped_counts, reshard
 from ringjax._src.decode.sampling import check_sampling
 from ringjax._src.validation import (
@@ -44,7 +48,6 @@ from ringjax._src.validation import (
 )
 from ringjax.models.block import BlockStack, check_model, tree_index
 from ringjax.models.config import LongNetConfig
-from ringjax.models.generation import Choice, generate_tokens
 from ringjax.models.vocabulary import check_vocabulary, lookup
 
 
@@ -231,9 +234,9 @@ class LongNetDecoder(BlockStack):
         if top_k is not None and top_k > self.embed.num_embeddings:
             raise ValueError(f"`top_k` must be at most the vocabulary size {self.embed.num_embeddings}, got {top_k}.")
         dynamic, static = (temperature, None) if isinstance(temperature, Array) else (None, float(temperature))
-        choice = Choice(num_tokens, max_len, static, top_k, greedy, debug.is_enabled())
+        choice = _Choice(num_tokens, max_len, static, top_k, greedy, debug.is_enabled())
         ends = clipped_counts("lengths", ends, batch, length, least=1)
-        return generate_tokens(*nnx.split(self), prompt, ends, rng, dynamic, choice)
+        return _generate_tokens(*nnx.split(self), prompt, ends, rng, dynamic, choice)
 
     def _empty_cache(self, batch: int, max_len: int) -> DecodeCache:
         core, dtype = self.blocks.attention.core, jnp.dtype(self.config.dtype)
@@ -344,3 +347,44 @@ def _embedding(config: LongNetConfig, vocab_size: int, rngs: nnx.Rngs) -> nnx.Em
         embedding_init=nnx.initializers.normal(config.features**-0.5),
         rngs=rngs,
     )
+
+
+class _Choice(NamedTuple):
+    """Static arguments of `_generate_tokens`."""
+
+    num_tokens: int
+    max_len: int
+    temperature: float | None  # None if it is an array
+    top_k: int | None
+    greedy: bool
+    reports: bool  # whether debug reports are enabled, see `ringjax._src.debug`
+
+
+@functools.partial(jax.jit, static_argnames="choice")
+def _generate_tokens(
+    graph: nnx.GraphDef[LongNetDecoder],
+    state: Any,  # noqa: ANN401
+    prompt: Array,
+    lengths: Array,
+    rng: Array | None,
+    temperature: Array | None,
+    choice: _Choice,
+) -> Array:
+    """Fills the caches with all tokens of the prompts but the last, and generates from there."""
+    model = nnx.merge(graph, state)
+    last = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)[:, 0]
+    if (ring := model.ring) is not None:
+        last = reshard(ring, last, PartitionSpec(ring.batch_axis))
+        prompt = to_layout(prompt, ring.layout, ring.size("axis_name"))
+        prompt = reshard(ring, prompt, PartitionSpec(ring.batch_axis, ring.axis_name))
+    _, caches = model.prefill(prompt, choice.max_len, lengths=lengths - 1)
+
+    def step(caches: tuple[DecodeCache, ...], tokens: Array) -> tuple[Array, tuple[DecodeCache, ...]]:
+        logits, caches = model.extend(tokens, caches)
+        return logits[:, 0], caches
+
+    used: Any = temperature if choice.temperature is None else choice.temperature
+    tokens, _ = generate(
+        step, caches, last, choice.num_tokens, rng=rng, temperature=used, top_k=choice.top_k, greedy=choice.greedy
+    )
+    return tokens

@@ -6,9 +6,8 @@ import re
 from collections import Counter
 from typing import NamedTuple
 
-from ringjax._src.aot.schedule import Instruction, Program, entry_of, first_array, parse
+from ringjax._src.aot.schedule import COLLECTIVES, Instruction, Program, entry_of, first_array, parse
 
-OPS = ("collective-permute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 _DTYPES = {"f64": "float64", "f32": "float32", "f16": "float16", "bf16": "bfloat16", "s32": "int32", "u16": "uint16"}
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _LOOP = re.compile(r"condition=%?([\w.\-]+), body=%?([\w.\-]+)")
@@ -47,8 +46,11 @@ def _count(name: str, program: Program) -> Counter[Sent]:
             for callee in x.callees:
                 total += _count(callee, program)
         op = x.opcode.removesuffix("-start")
-        if op in OPS:
-            total.update(_sent(op, by_name[operand].shape) for operand in x.operands)
+        if op in COLLECTIVES:
+            sent = [_sent(op, by_name[operand].shape) for operand in x.operands]
+            if op == "all-to-all":  # compilers split its operand, one part per device
+                sent = [sent[0]._replace(bytes=sum(part.bytes for part in sent))]
+            total.update(sent)
     return total
 
 

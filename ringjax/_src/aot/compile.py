@@ -61,16 +61,9 @@ class CompiledProgram(NamedTuple):
 
 
 def compile_for(target: Target, workload: Workload, is_gradient: bool, dump_to: str | None = None) -> CompiledProgram:
-    """Compiles a workload for a ring of all devices of a target.
+    """Compiles a workload, optionally with its gradients, for a ring of all devices of a target.
 
-    Args:
-        target: The devices.
-        workload: The attention.
-        is_gradient: Whether to also compute the gradients of query, key and value.
-        dump_to: Directory for the dump of the compiler, including PTX, or None.
-
-    Returns:
-        The program and its compile time.
+    The compiler dumps its files, including PTX, to the directory `dump_to`, if given.
 
     Raises:
         RuntimeError: If the compiler is not installed, or compilation fails; `jax.errors.JaxRuntimeError` if the

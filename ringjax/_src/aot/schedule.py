@@ -21,6 +21,7 @@ import math
 import re
 from typing import Literal
 
+COLLECTIVES = ("collective-permute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all")
 KERNELS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
 Work = Literal["kernel", "dots", "nothing"]
 
@@ -58,9 +59,10 @@ Program = dict[str, list[Instruction]]
 
 
 @dataclasses.dataclass(frozen=True)
-class Permute:
-    """A collective permute."""
+class SentMessage:
+    """A collective."""
 
+    op: str  # such as "collective-permute"
     name: str  # of the instruction
     computation: str  # that contains it
     is_async: bool
@@ -84,21 +86,31 @@ class Kernel:
 class Schedule:
     """The messages and kernels of a scheduled program."""
 
-    permutes: tuple[Permute, ...]
+    messages: tuple[SentMessage, ...]
     kernels: tuple[Kernel, ...]
     copied_bytes: int  # of the payload, copied before it is sent, in one iteration of each hop loop
 
     @property
-    def in_hop_loops(self) -> tuple[Permute, ...]:
+    def permutes(self) -> tuple[SentMessage, ...]:
+        """The collective permutes."""
+        return tuple(message for message in self.messages if message.op == "collective-permute")
+
+    @property
+    def exchanges(self) -> tuple[SentMessage, ...]:
+        """The all-to-alls."""
+        return tuple(message for message in self.messages if message.op == "all-to-all")
+
+    @property
+    def in_hop_loops(self) -> tuple[SentMessage, ...]:
         """The messages in hop loops."""
         return tuple(permute for permute in self.permutes if permute.in_hop_loop)
 
     @property
     def num_async(self) -> int:
-        """Number of asynchronous messages."""
+        """Number of asynchronous permutes."""
         return sum(permute.is_async for permute in self.permutes)
 
-    def hidden(self, by: tuple[Work, ...] = ("kernel",)) -> tuple[Permute, ...]:
+    def hidden(self, by: tuple[Work, ...] = ("kernel",)) -> tuple[SentMessage, ...]:
         """Returns the asynchronous messages of hop loops that overlap with such work."""
         return tuple(permute for permute in self.in_hop_loops if permute.is_async and permute.between in by)
 
@@ -120,20 +132,21 @@ def schedule(text: str) -> Schedule:
     instructions = [x for lines in program.values() for x in lines]
     called_async = {name for x in instructions if x.opcode == "async-start" for name in x.callees}
     bodies = {name for x in instructions if x.opcode == "while" for name in _BODY.findall(x.rest)}
-    permutes, kernels, copied = [], [], 0
+    messages, kernels, copied = [], [], 0
     for name, lines in program.items():
         kernels += [
             Kernel(_kernel_name(x), name, _vmem(x.rest), _number(_FLOPS, x.rest)) for x in lines if x.target in KERNELS
         ]
         if name in called_async:
             continue
-        sent = [(at, x) for at, x in enumerate(lines) if _sends(x, program)]
-        copies = [_copies(operand, lines, program) for _, x in sent for operand in x.operands]
+        sent = [(at, x, op) for at, x in enumerate(lines) if (op := _sent_by(x, program))]
+        permuted = [x for _, x, op in sent if op == "collective-permute"]
+        copies = [_copies(operand, lines, program) for x in permuted for operand in x.operands]
         carried = [size for size in copies if size is not None]
         is_hop_loop = bool(carried) and name in bodies
-        permutes += [_permute(at, name, program, is_hop_loop) for at, _ in sent]
+        messages += [_message(op, at, name, program, is_hop_loop) for at, _, op in sent]
         copied += sum(carried) if is_hop_loop else 0
-    return Schedule(tuple(permutes), tuple(kernels), copied)
+    return Schedule(tuple(messages), tuple(kernels), copied)
 
 
 def parse(text: str) -> Program:
@@ -204,13 +217,15 @@ def _closing(line: str, start: int) -> int:
     return len(line)
 
 
-def _sends(x: Instruction, program: Program) -> bool:
+def _sent_by(x: Instruction, program: Program) -> str:
+    """Returns the collective that an instruction starts, or an empty string."""
     if x.opcode == "async-start":
-        return any(y.opcode == "collective-permute" for name in x.callees for y in program.get(name, []))
-    return x.opcode in ("collective-permute", "collective-permute-start")
+        return next((y.opcode for name in x.callees for y in program.get(name, []) if y.opcode in COLLECTIVES), "")
+    op = x.opcode.removesuffix("-start")
+    return op if op in COLLECTIVES else ""
 
 
-def _permute(at: int, computation: str, program: Program, in_hop_loop: bool) -> Permute:
+def _message(op: str, at: int, computation: str, program: Program, in_hop_loop: bool) -> SentMessage:
     lines = program[computation]
     start = lines[at]
     is_pair = start.opcode.endswith("-start") and '"is_sync":true' not in start.rest
@@ -219,7 +234,7 @@ def _permute(at: int, computation: str, program: Program, in_hop_loop: bool) -> 
     work = [_work(x, program) for x in between]
     names = tuple(x.name for x, kind in zip(between, work, strict=True) if kind != "nothing")
     size = sum(first_array(x.shape)[1] for x in lines if x.name in start.operands)
-    return Permute(start.name, computation, is_pair, in_hop_loop, _heaviest(work), names, size)
+    return SentMessage(op, start.name, computation, is_pair, in_hop_loop, _heaviest(work), names, size)
 
 
 def _work(x: Instruction, program: Program) -> Work:

@@ -125,6 +125,10 @@ _CUDA_LIMITS: dict[str, int] = {
 }
 
 
+# By default, at most one collective of a GPU program is in flight.
+_BOTH_DIRECTIONS = (("xla_gpu_experimental_parallel_collective_overlap_limit", "2"),)
+
+
 @dataclasses.dataclass(frozen=True)
 class CudaTarget:
     """GPUs of one kind, fully connected within a machine, in one or more machines."""
@@ -133,7 +137,7 @@ class CudaTarget:
     facts: GpuFacts
     devices: int = 8  # in total
     machines: int = 1  # each with the same number of GPUs
-    options: tuple[tuple[str, str], ...] = ()  # XLA options that a ring needs and that are not defaults
+    options: tuple[tuple[str, str], ...] = _BOTH_DIRECTIONS  # XLA options that a ring needs and that are not defaults
     platform: Literal["cuda"] = "cuda"
 
     @property
@@ -198,7 +202,7 @@ CUDA_TARGETS = {
                 nvlinks=12,
             ),
             # the default since Hopper
-            options=(("xla_gpu_enable_latency_hiding_scheduler", "True"),),
+            options=(*_BOTH_DIRECTIONS, ("xla_gpu_enable_latency_hiding_scheduler", "True")),
         ),
         CudaTarget(
             "H100",

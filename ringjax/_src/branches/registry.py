@@ -5,15 +5,24 @@ from __future__ import annotations
 from jax import lax
 
 from ringjax._src.branches.all_gather import AllGatherBranch
+from ringjax._src.branches.all_to_all import AllToAllBranch, DenseAllToAllBranch, head_exchange
 from ringjax._src.branches.local import LocalBranch
 from ringjax._src.branches.protocol import Branch, Shard
 from ringjax._src.branches.ring import RingBranch
 from ringjax._src.branches.shared import SharedBranch
-from ringjax._src.planning.plan import BranchPlan, checked_plan
+from ringjax._src.comm.ring_comm import AxisName
+from ringjax._src.planning import geometry
+from ringjax._src.planning.branch_plan import BranchPlan
+from ringjax._src.planning.plan import checked_plan
 from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.rows.selection import RowSelection
 
-SHARED_BRANCHES: dict[str, type[SharedBranch]] = {"ring": RingBranch, "all_gather": AllGatherBranch}
+SHARED_BRANCHES: dict[str, type[SharedBranch]] = {
+    "ring": RingBranch,
+    "all_gather": AllGatherBranch,
+    "all_to_all": AllToAllBranch,
+    "all_to_all_ring": AllToAllBranch,
+}
 
 
 def make_branches(spec: AttentionSpec, shard: Shard) -> list[Branch]:
@@ -24,11 +33,35 @@ def make_branches(spec: AttentionSpec, shard: Shard) -> list[Branch]:
     for plan in local:
         parts = tuple(_local_heads(spec, rows) for rows in plan.selections)
         branches.append(LocalBranch(spec, _name(plan), parts, is_first=not branches))
+    dense = [plan for plan in plans if plan.exchange == "dense"]
+    if dense:
+        branches.append(_dense_branch(spec, dense))
     for plan in plans:
-        if plan.where != "local":
+        if plan.where != "local" and plan.exchange != "dense":
             rows = _local_heads(spec, plan.selections[0])
             branches.append(SHARED_BRANCHES[plan.where](spec, _name(plan), plan, rows, shard.seeds))
     return branches
+
+
+def ordered_axis(spec: AttentionSpec, branches: list[Branch]) -> AxisName | None:
+    """Returns the mesh axis of the ring if several branches communicate, so that they must be ordered; else None."""
+    shared = [branch for branch in branches if not isinstance(branch, LocalBranch)]
+    return spec.axis_name if len(shared) > 1 else None
+
+
+def _dense_branch(spec: AttentionSpec, plans: list[BranchPlan]) -> DenseAllToAllBranch:
+    """Returns the branches that share an exchange of whole arrays, for the heads that this device receives."""
+    exchange = head_exchange(spec, spec.ring_size, spec.local_kv_heads)
+    num = spec.local_kv_heads // exchange.parts.kv
+    first = exchange.kv_part() * num
+    if spec.head_axis is not None:
+        first += lax.axis_index(spec.head_axis) * spec.local_kv_heads
+    one = geometry.exchanged_spec(spec, exchange.parts)
+    branches: list[LocalBranch] = []
+    for plan in plans:
+        parts = tuple(rows.local_heads(first, num) for rows in plan.selections)
+        branches.append(LocalBranch(one, _name(plan), parts, is_first=not branches))
+    return DenseAllToAllBranch(spec, "_".join(branch.name for branch in branches), exchange, tuple(branches))
 
 
 def _local_heads(spec: AttentionSpec, rows: RowSelection) -> RowSelection:

@@ -1,16 +1,19 @@
 """A branch whose keys rotate along a ring of devices: [Ring Attention](https://arxiv.org/abs/2310.01889).
 
-A ring of 4 devices; entry: the device whose keys device ``i`` attends to. Keys are sent on before each hop computes, so
-that sending and computing overlap.
+In the forward pass, keys travel in both directions, which halves the rounds. A ring of 5 devices; entries: the devices
+whose keys device ``i`` attends to. Keys are sent on before each round computes, so that sending and computing overlap.
+If the number of devices is even, the last round uses one direction.
 
-    hop     0  1  2  3
-    i = 0   0  3  2  1
-    i = 1   1  0  3  2
-    i = 2   2  1  0  3
-    i = 3   3  2  1  0
+    round   0  1     2
+    i = 0   0  4, 1  3, 2
+    i = 1   1  0, 2  4, 3
+    i = 2   2  1, 3  0, 4
+    i = 3   3  2, 4  1, 0
+    i = 4   4  3, 0  2, 1
 
-In the backward pass, gradients of keys rotate one hop behind the keys, and a last rotation returns them to the device
-of their keys. With one query head per key/value head, rotating the queries instead sends fewer bytes, and keys stay.
+In the backward pass, keys travel in one direction, gradients of keys rotate one hop behind them, and a last rotation
+returns them to the device of their keys: two directions would need a second set of accumulators. With one query head
+per key/value head, rotating the queries instead sends fewer bytes, and keys stay.
 """
 
 from __future__ import annotations
@@ -29,34 +32,43 @@ from ringjax._src.online_softmax import PartialSoftmax
 class RingBranch(SharedBranch):
     """Rotates keys, or in the backward pass queries, along the devices that share a segment."""
 
-    def send(self, keys: PackedKeys) -> PackedKeys:
-        """Sends the keys to the next device."""
-        return self.comm.rotate(keys)
+    def send(self, keys: PackedKeys) -> tuple[PackedKeys, ...]:
+        """Sends the keys to the next device and, on rings of at least 3, to the previous one."""
+        num = self.comm.ring_devices
+        return tuple(self.comm.rotate(keys, hops) for hops in ((1, -1) if num > 2 else (1,) if num > 1 else ()))
 
-    def attend_all(self, queries: PackedQueries, keys: PackedKeys, in_flight: PackedKeys) -> PartialSoftmax:
+    def attend_all(self, queries: PackedQueries, keys: PackedKeys, in_flight: tuple[PackedKeys, ...]) -> PartialSoftmax:
         """Computes the attention of the packed queries to the keys of all devices of the ring."""
-        comm, last_hop = self.comm, self.plan.ring_devices - 1
+        comm, num = self.comm, self.comm.ring_devices
         me = comm.device()
         partial = self.empty_partial(queries)
         partial = self.attend_chunks(partial, queries, keys, query_device=me, key_device=me, is_own=True)
 
-        def attend_hop(partial: PartialSoftmax, keys: PackedKeys, hop: Array | int) -> PartialSoftmax:
-            return self.attend_chunks(partial, queries, keys, query_device=me, key_device=comm.source(hop))
+        def attend_round(partial: PartialSoftmax, arrived: tuple[PackedKeys, ...], hop: Array | int) -> PartialSoftmax:
+            for source, payload in zip((comm.source(hop), comm.source(num - hop)), arrived, strict=False):
+                partial = self.attend_chunks(partial, queries, payload, query_device=me, key_device=source)
+            return partial
 
-        def step(carry: tuple[PackedKeys, PartialSoftmax], hop: Array) -> tuple[PackedKeys, PartialSoftmax]:
-            keys, partial = carry
-            next_keys = comm.rotate(keys)
-            return next_keys, attend_hop(partial, keys, hop)
+        def step(
+            carry: tuple[tuple[PackedKeys, ...], PartialSoftmax], hop: Array
+        ) -> tuple[tuple[PackedKeys, ...], PartialSoftmax]:
+            arrived, partial = carry
+            after = tuple(comm.rotate(keys, hops) for keys, hops in zip(arrived, (1, -1), strict=False))
+            return after, attend_round(partial, arrived, hop)
 
-        keys, partial = scan_hops(step, (in_flight, partial), 1, last_hop)
-        return attend_hop(partial, keys, last_hop)
+        both = (num - 1) // 2  # rounds in which keys arrive from both sides
+        arrived, partial = scan_hops(step, (in_flight, partial), 1, both)
+        if both and num % 2 == 0:
+            last = comm.rotate(arrived[0])
+            partial, arrived = attend_round(partial, arrived, both), (last,)
+        return attend_round(partial, arrived, num // 2)
 
     def attend_all_bwd(self, queries: PackedQueries, keys: PackedKeys) -> tuple[Array, Array]:
         """Computes the packed gradients: of the queries, and of keys and values.
 
         The *payload* rotates, its gradient follows one hop behind, and the gradient of the rows that stay accumulates.
         """
-        comm, last_hop, keys_move = self.comm, self.plan.ring_devices - 1, self.plan.moves == "keys"
+        comm, last_hop, keys_move = self.comm, self.comm.ring_devices - 1, self.plan.moves == "keys"
         me = comm.device()
         zero_dq, zero_dkv = self.zero_grads(queries, keys)
 
@@ -82,6 +94,9 @@ class RingBranch(SharedBranch):
             return next_payload, *add_hop(payload, moves, stays, hop)
 
         payload: Payload = keys if keys_move else StackedQueries.stack(queries)
+        if last_hop == 0:
+            stays, moves = attend_hop(zero_dq if keys_move else zero_dkv, payload, 0, is_own=True)
+            return (stays, moves) if keys_move else (moves, stays)
         in_flight = comm.rotate(payload)
         stays, moves = attend_hop(zero_dq if keys_move else zero_dkv, payload, 0, is_own=True)
         in_flight, moves = lax.optimization_barrier((in_flight, moves))  # else XLA may send both together, after hop 0

@@ -24,7 +24,7 @@ from ringjax._src.kernels.dispatch import attend, attend_bwd, delta
 from ringjax._src.kernels.interface import AttendConfig, Grads, Operands, Residuals
 from ringjax._src.kernels.xla import block_loop
 from ringjax._src.online_softmax import PartialSoftmax
-from ringjax._src.planning.plan import BranchPlan
+from ringjax._src.planning.branch_plan import BranchPlan
 from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.rows.packing import RowPacker
 from ringjax._src.rows.selection import RowSelection, frozen
@@ -55,6 +55,7 @@ class SharedBranch(abc.ABC):
         plan: The plan of the branch.
         rows: Its selection on this device.
         seeds: Dropout seed of each head, (B, K, G), or None.
+        team_size: Number of neighboring devices that have exchanged heads and act as one device.
     """
 
     spec: AttentionSpec
@@ -62,6 +63,7 @@ class SharedBranch(abc.ABC):
     plan: BranchPlan
     rows: RowSelection
     seeds: Array | None = None
+    team_size: int = 1
 
     # The communication.
 
@@ -81,38 +83,44 @@ class SharedBranch(abc.ABC):
     def comm(self) -> RingComm:
         """The devices that share a segment."""
         assert self.spec.axis_name is not None
-        return RingComm(self.spec.axis_name, self.spec.ring_size, self.plan.ring_devices)
+        size = self.team_size
+        return RingComm(self.spec.axis_name, self.spec.ring_size * size, self.plan.ring_devices // size, size)
+
+    def send_rows(self, views: Shard) -> InFlight:
+        """Packs rows and starts to send them."""
+        keys = self.pack_keys(views)
+        return keys, self.send(keys)
+
+    def attend_rows(self, views: Shard, in_flight: InFlight) -> PartialSoftmax:
+        """Computes the attention of the packed queries of this device."""
+        keys, sent = in_flight
+        return self.attend_all(self.pack_queries(views), keys, sent)
 
     # The branch protocol.
 
     def start(self, shard: Shard) -> InFlight:
-        """Packs and sends the keys, unless they are sent in pieces."""
-        if self.plan.pieces > 1:
-            return None
-        keys = self._pack_keys(self._views(shard))
-        return keys, self.send(keys)
+        """Packs and sends rows, unless they are sent in pieces."""
+        return None if self.plan.pieces > 1 else self.send_rows(self._views(shard))
 
     def finish(self, shard: Shard, in_flight: InFlight, merged: PartialSoftmax) -> tuple[PartialSoftmax, Kept]:
         """Attends and merges."""
         views = self._views(shard)
 
         def attend_and_merge(
-            branch: SharedBranch, merged: PartialSoftmax, keys: PackedKeys, sent: InFlight
+            branch: SharedBranch, merged: PartialSoftmax, sent: InFlight
         ) -> tuple[PartialSoftmax, Array | None]:
-            part = branch.attend_all(branch._pack_queries(views), keys, sent)
+            part = branch.attend_rows(views, sent)
             return branch._packer.merge(merged, part), part.out if self._is_detached else None
 
         def step(merged: PartialSoftmax, index: Array) -> tuple[PartialSoftmax, Array | None]:
             branch = self._piece(index)
-            keys = branch._pack_keys(views)
-            return attend_and_merge(branch, merged, keys, branch.send(keys))
+            return attend_and_merge(branch, merged, branch.send_rows(views))
 
         merged_views = PartialSoftmax(*(self.rows.view(x) for x in merged))
         if self.plan.pieces > 1:
             found, kept = lax.scan(step, merged_views, jnp.arange(self.plan.pieces, dtype=jnp.int32))
         else:
-            keys, sent = in_flight
-            found, kept = attend_and_merge(self, merged_views, keys, sent)
+            found, kept = attend_and_merge(self, merged_views, in_flight)
         merged = PartialSoftmax(*(self.rows.put_view(x, y) for x, y in zip(merged, found, strict=True)))
         return merged, kept
 
@@ -148,7 +156,7 @@ class SharedBranch(abc.ABC):
         """Counts the score tiles that this device computes in the forward pass in plain XLA."""
         me, num_tasks = self.comm.device(), self.spec.batch * len(self.rows.heads)
         tiles = jnp.zeros_like(me)
-        for hop in range(self.plan.ring_devices):
+        for hop in range(self.comm.ring_devices):
             for pairs in chunk_pairs(self.spec, self.rows, me, self.comm.source(hop), is_own=hop == 0):
                 is_causal = self.spec.is_causal and (pairs.is_diagonal or pairs.positions is not None)
                 loop = block_loop(self._packed_rows, self.spec.q_per_kv, is_causal)
@@ -256,19 +264,21 @@ class SharedBranch(abc.ABC):
     def _residual_views(self, residuals: Residuals) -> Residuals:
         return Residuals(*(self._packer.view(x) for x in residuals[:3]))
 
-    def _pack_keys(self, views: Shard) -> PackedKeys:
+    def pack_keys(self, views: Shard) -> PackedKeys:
+        """Packs the selected keys and values of this device."""
         packer = self._packer
         ids = packer.pack_ids(views.ids)
         return PackedKeys(jnp.stack([packer.pack(x, ids, 1) for x in (views.key, views.value)]), ids)
 
-    def _pack_queries(self, views: Shard) -> PackedQueries:
+    def pack_queries(self, views: Shard) -> PackedQueries:
+        """Packs the selected queries of this device."""
         packer = self._packer
         ids = packer.pack_ids(views.ids)
         return PackedQueries(packer.pack(views.query, ids, self.spec.q_per_kv), ids)
 
     def _packed_grads(self, views: Shard, of_residuals: Residuals, own: Array | None) -> tuple[Array, Array]:
         """Packs and computes gradients; delta is that of the branch's `own` output, if given."""
-        queries, keys = self._pack_queries(views), self._pack_keys(views)
+        queries, keys = self.pack_queries(views), self.pack_keys(views)
         dout, lse, joint_delta = (self._packer.pack(x, queries.ids, self.spec.q_per_kv) for x in of_residuals[:3])
         own_delta = joint_delta[..., 0] if own is None else delta(dout, own, lse.dtype, self._config)
         queries = queries._replace(residuals=Residuals(dout, lse[..., 0], own_delta))

@@ -167,6 +167,16 @@ def from_layout(
     return lax.slice_in_dim(_reorder(array, rule, ring_size, axis, inverse=True), 0, length, axis=axis)
 
 
+def stored_on_host(x: np.ndarray, layout: str, ring_size: int, axis: int, fill: float) -> np.ndarray:
+    """Returns what `to_layout` returns, computed in host memory."""
+    rule = layout_named(layout)
+    _check_fill(fill, x.dtype)
+    missing = -x.shape[axis] % rule.multiple(ring_size)
+    padded = np.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=fill)
+    chunks = np.split(padded, rule.multiple(ring_size), axis)
+    return padded if rule.chunks == 1 else np.concatenate([chunks[i] for i in rule.order(ring_size)], axis)
+
+
 def positions(layout: str, stored_length: int, ring_size: int) -> Int[Array, " stored_length"]:
     """Returns the position in the sequence of each stored row.
 

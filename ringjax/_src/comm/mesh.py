@@ -4,29 +4,46 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-from jax import Array
+import numpy as np
+from jax import Array, lax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.typing import ArrayLike
+from jaxtyping import Int, Shaped
 
-from ringjax._src.comm.layout import layout_for, layout_named, positions
+from ringjax._src.comm.devices import device_of_kind
+from ringjax._src.comm.layout import from_layout, layout_for, layout_named, positions, stored_on_host, to_layout
 from ringjax._src.comm.ring_comm import STRATEGIES, AxisName, StrategyName
-from ringjax._src.validation import check_choice, check_instance, check_int, check_optional, check_positions, shown
+from ringjax._src.validation import (
+    MOST_POSITIONS,
+    check_bool,
+    check_choice,
+    check_instance,
+    check_int,
+    check_is_array,
+    check_optional,
+    check_positions,
+    shown,
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class RingInfo:
     """The ring of an attention call, as needed inside `jax.shard_map`."""
 
-    axis_name: AxisName
+    axis_name: AxisName | None
     axis_size: int
     layout: str
     strategy: StrategyName
     memory_budget: int | None
     head_axis: AxisName | None
     head_shards: int
-    platform: str
+    device: str
+    inner_devices: int | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,18 +54,25 @@ class Ring:
 
     Args:
         mesh: The device mesh, or None for the ambient mesh set by `jax.set_mesh`.
-        axis_name: The mesh axis, or tuple of axes, over which the sequence is sharded.
-        layout: Order of the sequence over the devices: ``"contiguous"``, or ``"zigzag"``, which balances causal work.
-            Use `to_layout` to reorder arrays.
+        axis_name: The mesh axis, or tuple of axes, over which the sequence is sharded, or None if devices share only
+            batch and heads.
+        layout: Order of the sequence over the devices: ``"contiguous"``, or ``"zigzag"``, which balances causal work on
+            rings (`Ring.shard` reorders arrays). With all-to-all, causal work is balanced in both layouts.
         batch_axis: The mesh axis, or tuple of axes, over which the batch is sharded, or None.
         head_axis: The mesh axis, or tuple of axes, over which the heads are sharded, or None.
-        strategy: How branches obtain the keys and values of other devices: ``"ring"`` rotates them hop by hop,
-            ``"all_gather"`` gathers them at once, and ``"auto"`` chooses per branch (see `plan`).
+        strategy: How branches share segments between devices: ``"all_to_all"`` exchanges heads, so that each device
+            attends to whole segments; ``"ring"`` rotates keys and values hop by hop; ``"all_to_all_ring"`` exchanges
+            heads within teams (on the last axis, if the ring is over several) and rotates keys and values between
+            teams; ``"all_gather"`` gathers keys and values at once; ``"auto"`` chooses the fastest for each branch
+            (see `plan`).
         memory_budget: Bytes available on each device for attention and its gradient, or None for no limit.
+        debug: Whether to check at run time that positions and segment ids are in the layout of the ring, and to log
+            a warning if not. The environment variable ``RINGJAX_DEBUG=1`` does so for all rings.
 
     Raises:
         ValueError: If `mesh` is not a mesh; if an axis is not a name or tuple of names, is not in the mesh, or is used
-            twice; if `layout` or `strategy` is not one of its choices; or if `memory_budget` is below 1.
+            twice; if `layout` or `strategy` is not one of its choices; if `memory_budget` is below 1; or if `debug`
+            is not a bool.
 
     Example:
         >>> import jax, ringjax as rj
@@ -61,19 +85,21 @@ class Ring:
 
     mesh: Mesh | AbstractMesh | None = None
     _: dataclasses.KW_ONLY
-    axis_name: AxisName = "ring"
+    axis_name: AxisName | None = "ring"
     layout: str = "contiguous"
     batch_axis: AxisName | None = None
     head_axis: AxisName | None = None
     strategy: StrategyName = "auto"
     memory_budget: int | None = None
+    debug: bool = False
 
     def __post_init__(self) -> None:
         for name in ("axis_name", "batch_axis", "head_axis"):
             if isinstance(getattr(self, name), list):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         names = {"axis_name": self.axis_name, "batch_axis": self.batch_axis, "head_axis": self.head_axis}
-        check_ring_options(names, self.layout, self.strategy, self.memory_budget)
+        check_ring_options(names, self.layout, self.strategy, self.memory_budget, is_optional=True)
+        check_bool("debug", self.debug)
         if self.mesh is not None:
             check_instance("mesh", self.mesh, (Mesh, AbstractMesh))
             self._check_axes(self.mesh)
@@ -102,23 +128,115 @@ class Ring:
         """Returns the partition spec of query, key, value and output."""
         return PartitionSpec(self.batch_axis, self.axis_name, self.head_axis, None)
 
+    def stored_length(self, length: int) -> int:
+        """Returns the length at which the ring stores a sequence: the next multiple of its number of chunks."""
+        multiple = layout_named(self._layout()).multiple(self.size("axis_name"))
+        return (length := check_int("length", length, most=MOST_POSITIONS)) + -length % multiple
+
+    def shard(
+        self,
+        x: Shaped[ArrayLike, "*shape"],
+        *,
+        axis: int = 1,
+        seq_len: int | None = None,
+        fill: float = 0,
+    ) -> Shaped[Array, "*stored_shape"]:
+        """Pads a sequence, puts it in the order of the layout and places it on the devices.
+
+        Axis 0 is sharded over `batch_axis` (if `axis` is 1), `axis` over `axis_name`, and axis 2 of an array of rank 4
+        over `head_axis`. Arrays in host memory are sent to each device in parts. Also works under `jax.jit`.
+
+        Args:
+            x: Array in sequence order: tokens, features, or query, key and value.
+            axis: Sequence axis, 0 or 1.
+            seq_len: Length of the sequence, if it needs padding. Pass the same to the attention.
+            fill: Padding value; use -1 for segment ids.
+
+        Raises:
+            ValueError: If `x` is not an array, `axis` is not 0 or 1 or not an axis of `x`, `seq_len` is not the length
+                of `x`, or batch or heads do not divide evenly over their devices.
+
+        Warns:
+            UserWarning: If the sequence needs padding, but neither `seq_len` nor a negative `fill` marks it.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, ringjax as rj
+            >>> ring = rj.Ring(jax.make_mesh((1,), ("ring",)), layout="zigzag")
+            >>> tokens = jnp.array([[3, 1, 2]])
+            >>> ring.unshard(ring.shard(tokens)).tolist()
+            [[3, 1, 2]]
+        """
+        array = check_is_array("x", x)
+        if isinstance(axis, bool) or axis not in (0, 1) or len(array.shape) <= axis:
+            raise ValueError(f"`axis` must be 0 or 1 and an axis of `x`, got {shown(axis)} for shape {array.shape}.")
+        self._check_padding(array.shape[axis], seq_len, fill)
+        layout, size = self._layout(), self.size("axis_name")
+        sharding = NamedSharding(self.resolve(), self._spec_of(array.shape, axis))
+        if isinstance(array, jax.core.Tracer):
+            stored = to_layout(array, layout, size, axis, fill)
+            if explicit_axes(sharding.mesh):
+                return reshard_explicit(stored, self.resolve(), sharding.spec)
+            return lax.with_sharding_constraint(stored, sharding)
+        if isinstance(x, np.ndarray):
+            host = stored_on_host(x, layout, size, axis, fill)
+            return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+        return jax.device_put(to_layout(array, layout, size, axis, fill), sharding)
+
+    def unshard(
+        self, x: Shaped[ArrayLike, "*stored_shape"], *, axis: int = 1, length: int | None = None
+    ) -> Shaped[Array, "*shape"]:
+        """Restores the sequence order of a stored array: the inverse of `shard`.
+
+        Args:
+            x: Array in the layout of the ring.
+            axis: Sequence axis.
+            length: Length of the sequence without padding; the stored length by default.
+
+        Raises:
+            ValueError: If `x` is not an array with this `axis`, its length is not a multiple of the number of chunks,
+                or `length` exceeds it.
+
+        Example:
+            >>> import jax, jax.numpy as jnp, ringjax as rj
+            >>> ring = rj.Ring(jax.make_mesh((1,), ("ring",)))
+            >>> ring.unshard(jnp.arange(4), axis=0, length=3).tolist()
+            [0, 1, 2]
+        """
+        return from_layout(x, self._layout(), self.size("axis_name"), axis, length)
+
+    def positions(self, length: int) -> Int[Array, " stored_length"]:
+        """Returns the position in the sequence of each row that the ring stores for a sequence of this length.
+
+        Positions from `length` on are those of padding.
+
+        Example:
+            >>> import jax, ringjax as rj
+            >>> rj.Ring(jax.make_mesh((1,), ("ring",))).positions(4).tolist()
+            [0, 1, 2, 3]
+        """
+        return positions(self._layout(), self.stored_length(length), self.size("axis_name"))
+
     def info(self) -> RingInfo:
         """Returns the description of the ring that code inside `jax.shard_map` uses."""
         return RingInfo(
             self.axis_name,
             self.size("axis_name"),
-            layout_for(self.layout, self.size("axis_name")),
+            self._layout(),
             self.strategy,
             self.memory_budget,
             self.head_axis,
             self.size("head_axis"),
-            self.platform(),
+            self.device(),
+            inner_size(self.axis_name, dict(self.resolve().shape)),
         )
 
-    def platform(self) -> str:
-        """Returns the platform of the devices, for which `memory_budget` holds: ``"cpu"``, ``"tpu"`` or ``"cuda"``."""
+    def device(self) -> str:
+        """Returns the name of the devices, by which the plan chooses strategies, such as ``"v5p"`` or ``"cpu"``."""
         mesh = self.resolve()
-        return _platform(mesh.devices.flat[0].platform) if isinstance(mesh, Mesh) else abstract_platform(mesh)
+        if not isinstance(mesh, Mesh):
+            return abstract_device(mesh)
+        first = mesh.devices.flat[0]
+        return device_of_kind(first.platform, first.device_kind)
 
     def check(self, query: Array, key: Array, value: Array, ids: Array | None) -> None:
         """Checks that global arrays can be sharded over the ring.
@@ -128,12 +246,12 @@ class Ring:
                 or an array is on other devices or has another sharding than the ring requires.
         """
         ring_size = self.size("axis_name")
-        multiple = layout_named(layout_for(self.layout, ring_size)).multiple(ring_size)
+        multiple = layout_named(self._layout()).multiple(ring_size)
         length = query.shape[1]
         if length % multiple:
             raise ValueError(
                 f"`query` length must be a multiple of {multiple} for layout {self.layout!r} on a ring of {ring_size}, "
-                f"got {length}: pad the inputs with `to_layout` and pass `seq_len={length}`."
+                f"got {length}: pad the inputs with `ring.shard` and pass `seq_len={length}`."
             )
         self.check_divides(batch=key.shape[0], kv_heads=key.shape[2])
         check_positions(key.shape[0] // self.size("batch_axis"), length // ring_size)
@@ -154,6 +272,33 @@ class Ring:
                     f"{getattr(self, name)!r}, got {count}."
                 )
 
+    def _layout(self) -> str:
+        return layout_for(self.layout, self.size("axis_name"))
+
+    def _spec_of(self, shape: tuple[int, ...], axis: int) -> PartitionSpec:
+        """Returns the partition spec of an array with this sequence axis."""
+        names = [self.batch_axis, self.axis_name][1 - axis :]
+        if len(shape) == 4 and axis == 1:
+            names.append(self.head_axis)
+        for name, what, i in (("batch_axis", "batch", 0), ("head_axis", "heads", 2)):
+            if i < len(names) and i != axis and axis == 1 and shape[i] % self.size(name):
+                raise ValueError(
+                    f"{what} of `x` must divide evenly over the {self.size(name)} devices of `{name}` "
+                    f"{getattr(self, name)!r}, got {shape[i]}."
+                )
+        return PartitionSpec(*names)
+
+    def _check_padding(self, length: int, seq_len: int | None, fill: float) -> None:
+        if seq_len is not None and check_int("seq_len", seq_len) != length:
+            raise ValueError(f"`seq_len` must be the length of `x`, {length}, got {seq_len}.")
+        stored = self.stored_length(length) if length else 0
+        if stored != length and seq_len is None and not fill < 0:
+            warnings.warn(
+                f"`x` is padded from length {length} to {stored}: pass `seq_len={length}` to the attention, which "
+                "otherwise attends to the padding, and to `shard`, to confirm that.",
+                stacklevel=3,
+            )
+
     def _check_devices(self, name: str, x: Array) -> None:
         """Checks that a committed array is on the devices of the ring."""
         mesh = self.resolve()
@@ -171,10 +316,9 @@ class Ring:
         mesh, spec = self.resolve(), PartitionSpec(*self.spec()[: x.ndim])
         given = jax.typeof(x).sharding
         explicit = explicit_axes(mesh)
-        if explicit and mesh.size > 1 and (given.mesh.empty or not _same_spec(given.spec, spec, x.ndim, explicit)):
-            found = "no sharding" if given.mesh.empty else given.spec
+        if explicit and mesh.size > 1 and not _can_become(given.spec, spec, x.ndim, explicit):
             raise ValueError(
-                f"`{name}` must be sharded as {spec} over an explicit mesh, got {found}: use "
+                f"`{name}` must be sharded as {spec} over an explicit mesh, or replicated, got {given.spec}: use "
                 "`jax.device_put` or `jax.reshard`."
             )
 
@@ -182,18 +326,27 @@ class Ring:
         for name in ("axis_name", "batch_axis", "head_axis"):
             for axis in axes(getattr(self, name)):
                 if axis not in mesh.axis_names:
-                    raise ValueError(f"`{name}` must name axes of the mesh {mesh.axis_names}, got {axis!r}.")
+                    hint = " (None if the sequence is not sharded)" if name == "axis_name" else ""
+                    raise ValueError(f"`{name}` must name axes of the mesh {mesh.axis_names}{hint}, got {axis!r}.")
 
 
 def check_ring_options(
-    names: dict[str, AxisName | None], layout: str, strategy: StrategyName, memory_budget: int | None
+    names: dict[str, AxisName | None],
+    layout: str,
+    strategy: StrategyName,
+    memory_budget: int | None,
+    *,
+    is_optional: bool = False,
 ) -> None:
-    """Checks the options of a ring; `names` maps argument names, such as ``"axis_name"``, to mesh axes."""
+    """Checks the options of a ring.
+
+    `names` maps argument names, such as ``"axis_name"``, to mesh axes; `is_optional` permits no ``"axis_name"``.
+    """
     layout_named(layout)
     check_choice("strategy", strategy, tuple(STRATEGIES))
     check_optional(check_int, "memory_budget", memory_budget)
     for name, value in names.items():
-        is_absent = value is None and name != "axis_name"
+        is_absent = value is None and (is_optional or name != "axis_name")
         is_axis = isinstance(value, str) or (
             isinstance(value, tuple) and value and all(isinstance(x, str) for x in value)
         )
@@ -205,14 +358,18 @@ def check_ring_options(
         raise ValueError(f"{', '.join(others)} and {last} must not share a mesh axis, got {used}.")
 
 
-def abstract_platform(mesh: AbstractMesh) -> str:
-    """Returns the platform of an abstract mesh, or the default platform if the mesh does not name one."""
-    device = mesh.abstract_device
-    return _platform(jax.default_backend() if device is None else device.platform)
+def abstract_device(mesh: AbstractMesh) -> str:
+    """Returns the name of the devices of an abstract mesh, or of the default devices if the mesh does not name any."""
+    if mesh.abstract_device is not None:
+        return device_of_kind(mesh.abstract_device.platform, mesh.abstract_device.device_kind)
+    first = jax.devices()[0]
+    return device_of_kind(first.platform, first.device_kind)
 
 
-def _platform(name: str) -> str:
-    return "cuda" if name in ("gpu", "cuda", "rocm") else name if name == "tpu" else "cpu"
+def inner_size(name: AxisName | None, sizes: Mapping[str, int]) -> int | None:
+    """Returns the number of devices on the last of several mesh axes, given the sizes of axes; None for one axis."""
+    used = [axis for axis in axes(name) if sizes[axis] > 1]
+    return sizes[used[-1]] if len(used) > 1 else None
 
 
 def axes(name: AxisName | None) -> tuple[str, ...]:
@@ -223,6 +380,13 @@ def axes(name: AxisName | None) -> tuple[str, ...]:
 def explicit_axes(mesh: Mesh | AbstractMesh) -> set[str]:
     """Returns the explicit axes of a mesh, those that are part of array types."""
     return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+
+
+def reshard_explicit(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
+    """Shards an array over the explicit axes of a spec; the compiler shards it over the automatic ones."""
+    explicit = explicit_axes(mesh)
+    kept = (tuple(axis for axis in axes(name) if axis in explicit) or None for name in spec)
+    return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
 
 
 def stored_positions(ring: Ring | None, length: int) -> Array:
@@ -243,7 +407,7 @@ def _check_like_query(name: str, x: Array, query: Array) -> None:
         raise ValueError(f"`{name}` must be sharded like `query`, got {given.spec} and {expected.spec}.")
 
 
-def _same_spec(given: PartitionSpec, expected: PartitionSpec, ndim: int, explicit: set[str]) -> bool:
-    """Returns whether two specs agree on the explicit axes."""
+def _can_become(given: PartitionSpec, expected: PartitionSpec, ndim: int, explicit: set[str]) -> bool:
+    """Returns whether each axis is sharded over the expected explicit mesh axes, or over none."""
     kept = lambda spec, i: [a for a in axes(spec[i]) if a in explicit] if i < len(spec) else []  # noqa: E731
-    return all(kept(given, i) == kept(expected, i) for i in range(ndim))
+    return all(kept(given, i) in ([], kept(expected, i)) for i in range(ndim))

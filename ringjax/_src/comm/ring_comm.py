@@ -1,4 +1,4 @@
-"""Communication within groups of devices that share a segment: rotation along a ring, all-gather, reduce-scatter."""
+"""Communication within groups of devices that share a segment: rotation along a ring, all-gather, all-to-all."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringjax._src.indexing import remainder
+from ringjax._src.indexing import quotient, remainder
 
 AxisName = str | tuple[str, ...]
-StrategyName = Literal["auto", "ring", "all_gather"]
-STRATEGIES: list[StrategyName] = ["auto", "ring", "all_gather"]  # what `Ring(strategy=...)` accepts
+StrategyName = Literal["auto", "ring", "all_gather", "all_to_all", "all_to_all_ring"]
+# What `Ring(strategy=...)` accepts.
+STRATEGIES: list[StrategyName] = ["auto", "ring", "all_gather", "all_to_all", "all_to_all_ring"]
 
 Tree = TypeVar("Tree")
 State = TypeVar("State")
@@ -22,33 +23,51 @@ State = TypeVar("State")
 
 @dataclasses.dataclass(frozen=True)
 class RingComm:
-    """Groups of neighboring devices on a mesh axis, each of which forms a ring.
+    """Groups of devices on a mesh axis, each of which forms a ring.
+
+    The members of a ring are `stride` devices apart. 8 devices in rings of 2 with stride 2, which form 4 teams:
+
+        device  0  1  2  3  4  5  6  7
+        team    0  0  1  1  2  2  3  3
+        ring    a  b  a  b  c  d  c  d
 
     Attributes:
         axis_name: The mesh axis, or tuple of axes.
         axis_size: Number of devices along it.
         ring_devices: Number of devices of a ring.
+        stride: Number of neighboring devices that form a team, which has one member in each of `stride` rings.
     """
 
     axis_name: AxisName
     axis_size: int
     ring_devices: int
+    stride: int = 1
 
     def device(self) -> Array:
-        """Returns the index of this device on the mesh axis."""
-        return lax.axis_index(self.axis_name)
+        """Returns the index of this device on the mesh axis, or of its team."""
+        return quotient(lax.axis_index(self.axis_name), self.stride)
 
     def source(self, hop: Array | int) -> Array:
-        """Returns the device whose payload is here after this many hops."""
+        """Returns the device (or team) whose payload is here after this many hops."""
         me = self.device()
         first = me - remainder(me, self.ring_devices)
         return first + remainder(me - first + self.ring_devices - hop, self.ring_devices)
 
-    def rotate(self, tree: Tree) -> Tree:
-        """Sends arrays to the next device of the ring."""
-        size = self.ring_devices
-        neighbors = [(i, i - i % size + (i + 1) % size) for i in range(self.axis_size)]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, neighbors), tree)
+    def rotate(self, tree: Tree, hops: int = 1) -> Tree:
+        """Sends arrays to the device that is this many hops ahead on the ring, or behind if negative."""
+
+        def target(i: int) -> int:
+            team, member = divmod(i, self.stride)
+            first = team - team % self.ring_devices
+            return (first + (team + hops) % self.ring_devices) * self.stride + member
+
+        pairs = [(i, target(i)) for i in range(self.axis_size)]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis_name, pairs), tree)
+
+    def all_to_all(self, x: Array) -> Array:
+        """Sends entry ``j`` of the leading axis to device ``j`` of the group; returns what the devices sent here."""
+        groups = self._groups() if self.ring_devices < self.axis_size else None
+        return lax.all_to_all(x, self.axis_name, 0, 0, axis_index_groups=groups, tiled=True)
 
     def all_gather(self, tree: Tree) -> Tree:
         """Gathers the arrays of all devices of the ring along a new leading axis."""

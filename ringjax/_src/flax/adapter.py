@@ -33,15 +33,7 @@ from ringjax._src.validation import (
 
 @dataclasses.dataclass(frozen=True)
 class AttentionFn:
-    """Hashable callable returned by `attention_fn`, which Flax calls with projected queries, keys and values.
-
-    Example:
-        >>> import jax, ringjax as rj
-        >>> attention = rj.attention_fn(rj.DilationPattern((16,), (1,)))
-        >>> x = jax.random.normal(jax.random.key(0), (2, 3, 64, 4, 8))  # two batch axes
-        >>> attention(x, x, x).shape
-        (2, 3, 64, 4, 8)
-    """
+    """Hashable callable returned by `attention_fn`, which Flax calls with projected queries, keys and values."""
 
     pattern: DilationPattern
     _: dataclasses.KW_ONLY

@@ -109,11 +109,11 @@ class DilatedSelfAttention(nn.Module):
         options = {
             name: getattr(self, name) for name in ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init")
         }
-        shapes = core.kernel_shapes(check_layer(core, self.out_features, self.norm_epsilon, flags, options))
+        out_features = check_layer(core, self.out_features, self.norm_epsilon, flags, options)
         projection: Any = functools.partial(_Projection, mesh=core.mesh, **options)
         query, key, value = (
-            projection(shapes[name], 1, over=(None, core.head_axis, None), name=name)(x)
-            for name in ("query", "key", "value")
+            projection((core.in_features, heads, core.head_dim), 1, over=(None, core.head_axis, None), name=name)(x)
+            for name, heads in {"query": core.num_heads, "key": core.num_kv_heads, "value": core.num_kv_heads}.items()
         )
         if is_deterministic or core.dropout_rate == 0:
             dropout_rng = None
@@ -137,7 +137,8 @@ class DilatedSelfAttention(nn.Module):
                 name="sub_norm",
             )
             attended = norm(attended.reshape(*attended.shape[:-2], -1)).reshape(attended.shape)
-        out = projection(shapes["out"], 2, over=(core.head_axis, None, None), name="out")
+        shape = (core.num_heads, core.head_dim, out_features)
+        out = projection(shape, 2, over=(core.head_axis, None, None), name="out")
         return out(attended, core.out_sharding(x.ndim))
 
 

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike
 
 from ringjax._src.api import dilated_attention
 from ringjax._src.comm.mesh import Ring, axes, explicit_axes, stored_positions
+from ringjax._src.comm.order_checks import report_misplaced_positions
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode import DecodeCache, decode_step, prefill
 from ringjax._src.decode.cache import clipped_counts
@@ -60,13 +61,7 @@ class SelfAttention:
     positions: PositionKind | None
     ring: Ring | None
     implementation: Implementation | None
-    dropout_rate: float = 0.0
-
-    def kernel_shapes(self, out_features: int) -> dict[str, tuple[int, int, int]]:
-        """Returns the kernel shape of each projection."""
-        query = (self.in_features, self.num_heads, self.head_dim)
-        key = (self.in_features, self.num_kv_heads, self.head_dim)
-        return {"query": query, "key": key, "value": key, "out": (*query[1:], out_features)}
+    dropout_rate: float
 
     @property
     def head_axis(self) -> AxisName | None:
@@ -108,6 +103,8 @@ class SelfAttention:
         query, key, value = batched({"query": query, "key": key, "value": value})
         if segment_ids is not None:
             segment_ids = segment_ids.reshape(-1, shape[-3])
+        if self.ring is not None and positions is not None:
+            report_misplaced_positions(self.ring, positions.reshape(-1, shape[-3]), segment_ids)
         query, key = self._encode_positions(query, key, positions, shape)
         out = dilated_attention(
             query,
@@ -238,17 +235,9 @@ def self_attention(
         raise ValueError(
             '`is_causal` must be True for `positions="xpos"`, as its scores grow for later keys, got False.'
         )
+    rate = check_rate(dropout_rate)
     return SelfAttention(
-        pattern,
-        in_features,
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        is_causal,
-        positions,
-        ring,
-        implementation,
-        check_rate(dropout_rate),
+        pattern, in_features, num_heads, num_kv_heads, head_dim, is_causal, positions, ring, implementation, rate
     )
 
 

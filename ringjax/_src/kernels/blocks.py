@@ -55,38 +55,21 @@ def fitting_blocks(blocks: tuple[int, int], num_rows: int, q_per_kv: int, least:
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """Static configuration of a kernel.
-
-    Attributes:
-        blocks: Block sizes.
-        num_rows: Key rows of a task; it has `q_per_kv` times as many query rows.
-        q_per_kv: Query heads per key/value head.
-        tasks_per_head: Tasks of each head, which are consecutive.
-        is_causal: Whether a query attends only to keys up to its own row.
-        is_ragged: Whether some head has fewer key rows than the key blocks hold.
-        mask_rules: How the mask inputs of query and key are compared: they must be the ``"same"``, or the key's not
-            greater (``"before"``).
-        scale: Factor applied to the scores.
-        output_divisor: What the output is divided by, for the backward pass.
-        stride: Positions from one row of a task to the next.
-        kv_heads: Key/value heads of a position.
-        value_shift: Rows from a key to its value, if they share an array; else 0.
-        interpret: Whether to interpret the kernel, on any platform.
-    """
+    """Static configuration of a kernel."""
 
     blocks: Blocks
-    num_rows: int
-    q_per_kv: int
-    tasks_per_head: int
-    is_causal: bool
-    is_ragged: bool
-    mask_rules: tuple[MaskRule, ...]
-    scale: float
-    output_divisor: int = 1
-    stride: int = 1
-    kv_heads: int = 1
-    value_shift: int = 0
-    interpret: bool = False
+    num_rows: int  # key rows of a task; it has `q_per_kv` times as many query rows
+    q_per_kv: int  # query heads per key/value head
+    tasks_per_head: int  # tasks of each head, which are consecutive
+    is_causal: bool  # whether a query attends only to keys up to its own row
+    is_ragged: bool  # whether some head has fewer key rows than the key blocks hold
+    mask_rules: tuple[MaskRule, ...]  # "same": mask inputs of query and key must be equal; "before": key's not greater
+    scale: float  # factor applied to the scores
+    output_divisor: int = 1  # what the output is divided by, for the backward pass
+    stride: int = 1  # positions from one row of a task to the next
+    kv_heads: int = 1  # key/value heads of a position
+    value_shift: int = 0  # rows from a key to its value, if they share an array; else 0
+    interpret: bool = False  # whether to interpret the kernel, on any platform
 
     @property
     def query_blocks(self) -> int:
@@ -220,20 +203,13 @@ class StridedRows(NamedTuple):
 
     Row ``m`` of a task is at position ``start + m * stride``. So the same kernels read dilated rows of a dense array,
     without copying them, and packed rows.
-
-    Attributes:
-        query: Unscaled queries (rows, H).
-        kv: Keys and values, as two arrays or as one.
-        tasks: Position of the first query, of the first key, and head of each task, (tasks, 3).
-        query_inputs: Mask inputs (inputs, positions) of queries, or None.
-        key_inputs: Mask inputs of keys, or None.
     """
 
-    query: Array
-    kv: tuple[Array, ...]
-    tasks: Array
-    query_inputs: Array | None
-    key_inputs: Array | None
+    query: Array  # unscaled queries (rows, H)
+    kv: tuple[Array, ...]  # keys and values, as two arrays or as one
+    tasks: Array  # position of the first query, of the first key, and head of each task, (tasks, 3)
+    query_inputs: Array | None  # mask inputs (inputs, positions) of queries, or None
+    key_inputs: Array | None  # mask inputs of keys, or None
 
 
 def strided_rows(operands: Operands, config: KernelConfig) -> list[StridedRows]:

@@ -37,7 +37,7 @@ def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> P
 
     def run(merged: PartialSoftmax, at: _Task) -> PartialSoftmax:
         rows = tasks.load(at)
-        part = _map_rows(functools.partial(_with_mask, attend_rows, at, tasks.loop), rows.mask, *rows.qkv)
+        part = tasks.compute(attend_rows, at, rows, *rows.qkv)
         out, lse = (tasks.crop(x, tasks.loop.q_per_kv) for x in tasks.without_empty(part, at, (0, -jnp.inf)))
         if not config.is_prior_empty:
             split = (*lse.shape, -1)
@@ -69,8 +69,7 @@ def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: A
             out_rows = tasks.pad(tasks.read(at.query, out, None), q_per_kv) - v[:, :1] / config.output_divisor
             v, delta_rows = v - v[:, :1], softmax.delta(dout_rows, out_rows, delta.dtype)[..., None]
         given = q, k, v, dout_rows / config.output_divisor, lse_rows[..., 0], delta_rows[..., 0]
-        found = _map_rows(functools.partial(_with_mask, attend_rows_bwd, at, tasks.loop), rows.mask, *given)
-        dq, dk, dv = tasks.without_empty(found, at, (0, 0, 0))
+        dq, dk, dv = tasks.without_empty(tasks.compute(attend_rows_bwd, at, rows, *given), at, (0, 0, 0))
         new = tasks.crop(dq * config.scale, q_per_kv), tasks.crop(dk, 1), tasks.crop(dv, 1)
         updated = list(sums)
         for i, where, x in zip((0, 1, len(sums) - 1), (at.query, at.key, at.value), new, strict=True):
@@ -153,6 +152,20 @@ class _Tasks:
         """Inverts `pad`."""
         return x[:, : self.rows.num_rows * q_per_kv].reshape(x.shape[0], self.rows.num_rows, -1)
 
+    def compute(
+        self, block: Callable[..., tuple[Array, ...]], at: _Task, rows: _Rows, *arrays: Array
+    ) -> tuple[Array, ...]:
+        """Maps `block` over the chunks; a single one is not batched, as XLA:CPU would use one core for it."""
+
+        def one(mask: tuple[Array | None, Array | None, RowHashes | None], *arrays: Array) -> tuple[Array, ...]:
+            query_ids, key_ids, hashes = mask
+            info = MaskInfo(at.num_rows, query_ids, key_ids, at.positions, at.key_ranges, hashes)
+            return block(*arrays, mask=info, loop=self.loop)
+
+        if len(arrays[0]) > 1:
+            return jax.vmap(one)(rows.mask, *arrays)
+        return tuple(x[None] for x in one(*jax.tree.map(lambda x: x[0], (rows.mask, *arrays))))
+
     def without_empty(self, arrays: tuple[Array, ...], at: _Task, fill: tuple[float, ...]) -> tuple[Array, ...]:
         """Replaces the results of a head that selects no row."""
         if not self.rows.has_empty_heads:
@@ -224,25 +237,6 @@ class _Tasks:
 def block_loop(rows: RowSelection, q_per_kv: int, is_causal: bool, dropout_rate: float = 0.0) -> BlockLoop:
     """Returns the order of the blocks for a selection."""
     return BlockLoop(rows.blocks, rows.num_rows, q_per_kv, is_causal, rows.is_ragged, dropout_rate)
-
-
-def _map_rows(one: Callable[..., tuple[Array, ...]], *args: object) -> tuple[Array, ...]:
-    """Maps `one` over the leading axis; a single entry is not batched, as XLA:CPU would use one core for it."""
-    if jax.tree.leaves(args)[0].shape[0] > 1:
-        return jax.vmap(one)(*args)
-    return tuple(x[None] for x in one(*jax.tree.map(lambda x: x[0], args)))
-
-
-def _with_mask(
-    block: Callable[..., tuple[Array, ...]],
-    at: _Task,
-    loop: BlockLoop,
-    mask: tuple[Array | None, Array | None, RowHashes | None],
-    *rows: Array,
-) -> tuple[Array, ...]:
-    query_ids, key_ids, hashes = mask
-    info = MaskInfo(at.num_rows, query_ids, key_ids, at.positions, at.key_ranges, hashes)
-    return block(*rows, mask=info, loop=loop)
 
 
 BACKEND = Backend("xla", "xla", None, attend, attend_bwd)

@@ -33,23 +33,14 @@ State = TypeVar("State")
 
 
 class MaskInfo(NamedTuple):
-    """What decides at run time which scores are masked and which weights are dropped.
+    """What decides at run time which scores are masked and which weights are dropped."""
 
-    Attributes:
-        num_rows: Number of rows of queries and of keys; later rows are block padding.
-        query_ids: Segment id of each query row, or None. Negative ids are padding.
-        key_ids: Segment id of each key row, or None.
-        positions: Positions of rows whose order does not determine the mask, or None.
-        key_ranges: With positions, the key rows that each query block may attend to, (blocks, 2).
-        hashes: Hashes of query rows (M,) and key rows (S,) for dropout, or None.
-    """
-
-    num_rows: Array | int
-    query_ids: Array | None = None
-    key_ids: Array | None = None
-    positions: RowPositions | None = None
-    key_ranges: Array | None = None
-    hashes: RowHashes | None = None
+    num_rows: Array | int  # number of rows of queries and of keys; later rows are block padding
+    query_ids: Array | None = None  # segment id of each query row, or None; negative ids are padding
+    key_ids: Array | None = None  # segment id of each key row, or None
+    positions: RowPositions | None = None  # positions of rows whose order does not determine the mask, or None
+    key_ranges: Array | None = None  # with positions, the key rows that each query block may attend to, (blocks, 2)
+    hashes: RowHashes | None = None  # hashes of query rows (M,) and key rows (S,) for dropout, or None
 
 
 class KeyBlock(NamedTuple):
@@ -64,23 +55,14 @@ class KeyBlock(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class BlockLoop:
-    """The order of the blocks, the same forward and backward, for as many query rows as key rows.
-
-    Attributes:
-        sizes: Block sizes.
-        num_rows: Most rows of a head.
-        q_per_kv: Query heads per key/value head; a query row holds all of them side by side.
-        is_causal: Whether a query attends only to keys up to its own row (or position, with `RowPositions`).
-        is_ragged: Whether some head has fewer rows than the blocks hold.
-        dropout_rate: Probability of dropping a weight, if there are hashes.
-    """
+    """The order of the blocks, the same forward and backward, for as many query rows as key rows."""
 
     sizes: XlaBlockSizes
-    num_rows: int
-    q_per_kv: int
-    is_causal: bool
-    is_ragged: bool
-    dropout_rate: float = 0.0
+    num_rows: int  # most rows of a head
+    q_per_kv: int  # query heads per key/value head; a query row holds all of them side by side
+    is_causal: bool  # whether a query attends only to keys up to its own row (or position, with `RowPositions`)
+    is_ragged: bool  # whether some head has fewer rows than the blocks hold
+    dropout_rate: float = 0.0  # probability of dropping a weight, if there are hashes
 
     @property
     def num_blocks(self) -> int:

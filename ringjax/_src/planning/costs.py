@@ -7,35 +7,56 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from ringjax._src.comm.devices import DeviceModel
+from ringjax._src.comm.head_exchange import HeadParts
 from ringjax._src.comm.layout import Layout
 from ringjax._src.online_softmax import accumulator
 from ringjax._src.pattern import Branch, selected_before
 from ringjax._src.planning.spec import AttentionSpec
 
+_EXPOSED = 0.5  # share of a ring's communication that is not hidden even where computation takes longer
 Moves = Literal["keys", "queries"]
-Op = Literal["collective-permute", "all-gather", "reduce-scatter"]
+Op = Literal["collective-permute", "all-gather", "reduce-scatter", "all-to-all"]
 
 
 class Message(NamedTuple):
-    """A collective that every device executes: `number` times, each with an operand of `bytes` bytes."""
+    """A collective among `devices` that each executes `number` times, with an operand of `bytes` bytes."""
 
     op: Op
     dtype: str
     bytes: int
     number: int
+    devices: int
 
-    def times(self, number: int) -> Message:
-        """Returns the message sent this many times as often."""
-        return self._replace(number=self.number * number)
-
-    def sent(self, ring_devices: int) -> int:
-        """Returns the bytes that leave a device."""
+    @property
+    def sent(self) -> int:
+        """Bytes that leave a device."""
         share = {
             "collective-permute": 1,
-            "all-gather": ring_devices - 1,
-            "reduce-scatter": (ring_devices - 1) / ring_devices,
+            "all-gather": self.devices - 1,
+            "reduce-scatter": (self.devices - 1) / self.devices,
+            "all-to-all": (self.devices - 1) / self.devices,
         }[self.op]
         return int(self.bytes * share) * self.number
+
+
+class Group(NamedTuple):
+    """Devices that share a segment.
+
+    Attributes:
+        devices: Their number.
+        exchange: Number of neighboring devices that exchange heads; 1 if none do.
+        parts: How an exchange shares the heads.
+    """
+
+    devices: int
+    exchange: int = 1
+    parts: HeadParts = HeadParts(1, 1)
+
+    @property
+    def ring(self) -> int:
+        """Number of teams that form a ring."""
+        return self.devices // self.exchange
 
 
 class RowBytes(NamedTuple):
@@ -61,73 +82,127 @@ def row_bytes(spec: AttentionSpec, rows: int) -> RowBytes:
     )
 
 
-def _ring_forward(spec: AttentionSpec, rows: int, ring_devices: int) -> tuple[Message, ...]:
-    size, hops = row_bytes(spec, rows), ring_devices - 1
-    permute: Op = "collective-permute"
-    return _messages((permute, spec.dtype, size.keys, hops), (permute, "int32", size.ids, hops))
+def _ring_forward(spec: AttentionSpec, rows: int, group: Group) -> tuple[Message, ...]:
+    size, hops = row_bytes(spec, rows), group.ring - 1
+    return _messages("collective-permute", group.ring, (spec.dtype, size.keys, hops), ("int32", size.ids, hops))
 
 
-def _ring_backward(spec: AttentionSpec, rows: int, ring_devices: int, moves: Moves) -> tuple[Message, ...]:
-    size, hops = row_bytes(spec, rows), ring_devices - 1
-    sums = accumulator(np.dtype(spec.dtype)).name
-    permute: Op = "collective-permute"
+def _ring_backward(spec: AttentionSpec, rows: int, group: Group, moves: Moves) -> tuple[Message, ...]:
+    size, num, sums = row_bytes(spec, rows), group.ring, _sums(spec)
+    returned = num if num > 1 else 0
     if moves == "keys":
-        return (*_ring_forward(spec, rows, ring_devices), Message(permute, sums, size.key_sums, ring_devices))
+        gradients = _messages("collective-permute", num, (sums, size.key_sums, returned))
+        return (*_ring_forward(spec, rows, group), *gradients)
     return _messages(
-        (permute, spec.dtype, 2 * size.queries, hops),
-        (permute, sums, 2 * size.per_query, hops),
-        (permute, "int32", size.ids, hops),
-        (permute, sums, size.query_sums, ring_devices),
+        "collective-permute",
+        num,
+        (spec.dtype, 2 * size.queries, num - 1),
+        (sums, 2 * size.per_query, num - 1),
+        ("int32", size.ids, num - 1),
+        (sums, size.query_sums, returned),
     )
 
 
-def _gather_forward(spec: AttentionSpec, rows: int, ring_devices: int) -> tuple[Message, ...]:
+def _gather_forward(spec: AttentionSpec, rows: int, group: Group) -> tuple[Message, ...]:
     size = row_bytes(spec, rows)
-    return _messages(("all-gather", spec.dtype, size.keys, 1), ("all-gather", "int32", size.ids, 1))
+    return _messages("all-gather", group.devices, (spec.dtype, size.keys, 1), ("int32", size.ids, 1))
 
 
-def _gather_backward(spec: AttentionSpec, rows: int, ring_devices: int, moves: Moves) -> tuple[Message, ...]:
-    sums = accumulator(np.dtype(spec.dtype)).name
-    back = Message("reduce-scatter", sums, ring_devices * row_bytes(spec, rows).key_sums, 1)
-    return (*_gather_forward(spec, rows, ring_devices), back)
+def _gather_backward(spec: AttentionSpec, rows: int, group: Group, moves: Moves) -> tuple[Message, ...]:
+    back = group.devices * row_bytes(spec, rows).key_sums
+    return (*_gather_forward(spec, rows, group), *_messages("reduce-scatter", group.devices, (_sums(spec), back, 1)))
+
+
+def _exchange_forward(spec: AttentionSpec, rows: int, group: Group) -> tuple[Message, ...]:
+    size, copies, num = row_bytes(spec, rows), group.parts.query, group.exchange
+    there = (spec.dtype, size.queries + copies * size.keys, 1), ("int32", copies * size.ids, 1)
+    back = (_sums(spec), size.query_sums + size.per_query, 1)
+    ring = _ring_forward(*_team_rows(spec, rows, group))
+    return (*_messages("all-to-all", num, *there), *ring, *_messages("all-to-all", num, back))
+
+
+def _exchange_backward(spec: AttentionSpec, rows: int, group: Group, moves: Moves) -> tuple[Message, ...]:
+    size, copies, num, sums = row_bytes(spec, rows), group.parts.query, group.exchange, _sums(spec)
+    there = [(spec.dtype, 2 * size.queries + copies * size.keys, 1), (sums, 2 * size.per_query, 1)]
+    if spec.dtype == sums:  # arrays of one dtype travel in one message
+        there = [(sums, there[0][1] + there[1][1], 1)]
+    there.append(("int32", copies * size.ids, 1))
+    ring = _ring_backward(*_team_rows(spec, rows, group), moves)
+    back = (sums, size.query_sums + copies * size.key_sums, 1)
+    return (*_messages("all-to-all", num, *there), *ring, *_messages("all-to-all", num, back))
+
+
+def _team_rows(spec: AttentionSpec, rows: int, group: Group) -> tuple[AttentionSpec, int, Group]:
+    """Returns what rotates after an exchange: fewer heads, and the rows of more devices."""
+    q_per_kv = spec.q_per_kv // group.parts.query
+    return spec._replace(q_per_kv=q_per_kv), rows * group.parts.query, group
 
 
 class Sharing(NamedTuple):
-    """Messages of one way to share a segment, for a number of packed rows and of devices."""
+    """Messages of one way to share a segment, for a number of packed rows and a group of devices."""
 
-    forward: Callable[[AttentionSpec, int, int], tuple[Message, ...]]
-    backward: Callable[[AttentionSpec, int, int, Moves], tuple[Message, ...]]
+    forward: Callable[[AttentionSpec, int, Group], tuple[Message, ...]]
+    backward: Callable[[AttentionSpec, int, Group, Moves], tuple[Message, ...]]
     moves: tuple[Moves, ...]  # what can move in the backward pass
 
 
+_EXCHANGE = Sharing(_exchange_forward, _exchange_backward, ("keys", "queries"))
 SHARING = {
     "ring": Sharing(_ring_forward, _ring_backward, ("keys", "queries")),
     "all_gather": Sharing(_gather_forward, _gather_backward, ("keys",)),
+    "all_to_all": _EXCHANGE,
+    "all_to_all_ring": _EXCHANGE,
 }
 
 
-def cheapest_moves(spec: AttentionSpec, rows: int, ring_devices: int, where: str) -> Moves:
+def cheapest_moves(spec: AttentionSpec, rows: int, group: Group, where: str) -> Moves:
     """Returns what moves in the backward pass: whichever sends fewer bytes."""
     sharing = SHARING[where]
+    return min(sharing.moves, key=lambda moves: sum(m.sent for m in sharing.backward(spec, rows, group, moves)))
 
-    def sent(moves: Moves) -> int:
-        return sum(m.sent(ring_devices) for m in sharing.backward(spec, rows, ring_devices, moves))
 
-    return min(sharing.moves, key=sent)
+def dense_exchange(spec: AttentionSpec, parts: HeadParts) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
+    """Returns the messages of an exchange of whole arrays over all devices, forward and backward."""
+    num, group = spec.ring_size, Group(spec.ring_size, spec.ring_size, parts)
+    ids = spec.batch * spec.shard_length * 4 if spec.has_ids else 0
+    gathered = _messages("all-gather", num, ("int32", ids, 1))
+    given = spec._replace(has_ids=False), spec.batch * spec.shard_length * spec.local_kv_heads, group
+    return (*_exchange_forward(*given), *gathered), (*_exchange_backward(*given, "keys"), *gathered)
+
+
+def pass_seconds(messages: tuple[Message, ...], device: DeviceModel, work: float, inner_devices: int | None) -> float:
+    """Estimates the time of a pass: hops overlap with computation, and other messages do not.
+
+    Args:
+        messages: Its messages.
+        device: The devices.
+        work: Seconds of computation.
+        inner_devices: Devices on the inner mesh axis, if the ring is over several; what leaves it spans machines.
+    """
+    hopping = waiting = latency = 0.0
+    for message in messages:
+        is_hop = message.op == "collective-permute"
+        bandwidth = (device.hop_bandwidth if is_hop else device.exchange_bandwidth)(message.devices)
+        if inner_devices is not None and device.machine_link and (is_hop or message.devices > inner_devices):
+            bandwidth = device.machine_link
+        hopping += is_hop * message.sent / bandwidth
+        waiting += (not is_hop) * message.sent / bandwidth
+        latency += message.number * device.latency
+    exposed = hopping if device.shares_cores else max(hopping - work, _EXPOSED * hopping)
+    return work + exposed + waiting + latency
 
 
 def pairs_per_device(branch: Branch, layout: Layout, ring_size: int, length: int, is_causal: bool) -> np.ndarray:
-    """Counts the attended pairs of one batch entry per device, over all key/value heads: (ring_size,)."""
+    """Counts the attended pairs of one batch entry by device of the query and key/value head: (ring_size, heads)."""
     w, chunk = branch.segment_length, length // layout.multiple(ring_size)
     edges = np.sort(np.concatenate([np.arange(0, length, w), np.arange(0, length, chunk), [length]]))
     edges = edges[np.diff(edges, prepend=-1) > 0]  # a sort is several times faster than the hashing of np.union1d
     device = np.empty(layout.multiple(ring_size), np.int64)
     device[list(layout.order(ring_size))] = np.repeat(np.arange(ring_size), layout.chunks)
     owner, segment = device[edges[:-1] // chunk], edges[:-1] // w
-    pairs = np.zeros(ring_size)
-    counts = branch.rows(w)
+    counts, offsets = branch.rows(w), np.array(branch.offsets, np.int64)
+    pairs = np.zeros((ring_size, len(offsets)))
     for offset in set(branch.offsets):
-        heads = branch.offsets.count(offset)
         count = counts[branch.offsets.index(offset)]
         rank = selected_before(edges, w, branch.rate, np.array(offset), np.array(count))
         rows = np.diff(rank).astype(float)  # of each piece that lies in one segment and one chunk
@@ -135,9 +210,14 @@ def pairs_per_device(branch: Branch, layout: Layout, ring_size: int, length: int
         first = np.searchsorted(segment, segment)
         last = np.searchsorted(segment, segment, side="right") - 1
         seen = before - before[first] + (rows + 1) / 2 if is_causal else before[last] + rows[last] - before[first]
-        np.add.at(pairs, owner, heads * rows * seen)
+        pairs[:, offsets == offset] = np.bincount(owner, rows * seen, minlength=ring_size)[:, None]
     return pairs
 
 
-def _messages(*rows: tuple[Op, str, int, int]) -> tuple[Message, ...]:
-    return tuple(Message(*row) for row in rows if row[2] and row[3])
+def _sums(spec: AttentionSpec) -> str:
+    return accumulator(np.dtype(spec.dtype)).name
+
+
+def _messages(op: Op, devices: int, *rows: tuple[str, int, int]) -> tuple[Message, ...]:
+    """Returns messages given by dtype, bytes and number, without those that are empty."""
+    return tuple(Message(op, *row, devices) for row in rows if row[1] and row[2])

@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 
-from ringjax._src.comm.layout import layout_named
+from ringjax._src.comm.head_exchange import HeadParts
+from ringjax._src.comm.layout import CONTIGUOUS, layout_named
 from ringjax._src.pattern import Branch, selected_before
 from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.rows.selection import RowSelection, frozen
@@ -96,8 +97,17 @@ def local_selections(spec: AttentionSpec, number: int, branch: Branch) -> tuple[
     return tuple(selections)
 
 
-def shared_selection(spec: AttentionSpec, number: int, branch: Branch) -> tuple[RowSelection, int]:
-    """Returns the selection of a branch whose segments several devices share, and how many devices."""
+def shared_selection(
+    spec: AttentionSpec, number: int, branch: Branch, query_rows: int | None = None
+) -> tuple[RowSelection, int]:
+    """Returns the selection of a branch whose segments several devices share, and how many devices.
+
+    Args:
+        spec: The attention call.
+        number: Index of the branch.
+        branch: The branch.
+        query_rows: Most rows of a query block in plain XLA, or None for those of the spec.
+    """
     layout, p, w, r = layout_named(spec.layout), spec.ring_size, branch.segment_length, branch.rate
     chunk, segment_rules = spec.chunk_length, unmet_segment_rules(spec, branch)
     is_aligned = not segment_rules and not unmet_rate_rule(spec, branch)
@@ -108,7 +118,7 @@ def shared_selection(spec: AttentionSpec, number: int, branch: Branch) -> tuple[
     ranks = selected_before(begins, w, r, offset, count)
     num_rows = int(np.diff(ranks, axis=0).max(initial=0))
     block_rows = num_rows if is_aligned else min(num_rows, max(256, *counts))
-    blocks = xla_block_sizes(block_rows, spec.q_per_kv, spec.query_block_rows)
+    blocks = xla_block_sizes(block_rows, spec.q_per_kv, query_rows or spec.query_block_rows)
     selection = RowSelection(
         branch=number,
         segment_length=w,
@@ -126,3 +136,27 @@ def shared_selection(spec: AttentionSpec, number: int, branch: Branch) -> tuple[
         has_empty_heads=False,
     )
     return selection, p if segment_rules else min(w // chunk, p)
+
+
+def team_spec(spec: AttentionSpec, branch: Branch, team_size: int) -> AttentionSpec:
+    """Returns the attention call with teams of devices, which have exchanged heads, as devices.
+
+    A team of all devices has the rows of a segment that spans them all, or that is not aligned, in sequence order.
+    """
+    is_whole = spec.ring_size == team_size and (
+        branch.segment_length == spec.stored_length or not shared_selection(spec, 0, branch)[0].is_aligned
+    )
+    layout = CONTIGUOUS.name if is_whole else spec.layout
+    return spec._replace(ring_size=spec.ring_size // team_size, layout=layout)
+
+
+def exchanged_spec(spec: AttentionSpec, parts: HeadParts) -> AttentionSpec:
+    """Returns the attention call of a device that has whole sequences of its part of the heads, as without a ring."""
+    return spec._replace(
+        ring_size=1,
+        layout=CONTIGUOUS.name,
+        axis_name=None,
+        head_axis=None,
+        head_shards=spec.head_shards * parts.kv,
+        q_per_kv=spec.q_per_kv // parts.query,
+    )

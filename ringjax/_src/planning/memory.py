@@ -7,18 +7,18 @@ them with compiled programs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from ringjax._src.comm.devices import Platform
 from ringjax._src.online_softmax import accumulator
 from ringjax._src.planning import costs
 
 if TYPE_CHECKING:
-    from ringjax._src.planning.plan import BranchPlan
+    from ringjax._src.planning.branch_plan import BranchPlan
     from ringjax._src.planning.spec import AttentionSpec
 
-Platform = Literal["cpu", "tpu", "cuda"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "tpu", "cuda")
 _SCRATCH, _RING_SCRATCH = 12 * 2**20, 3 * 2**20  # scores and weights of a block
 
@@ -71,6 +71,11 @@ def _in_xla(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -
     forward = a.lse + a.is_wide * a.q_sums
     gradient = 2 * a.lse + a.is_wide * (a.q_sums + 2 * a.k_sums)
     for branch, size in _shared_branches(spec, branches):
+        if branch.exchange:
+            exchanged = _exchanged(branch, size)
+            forward += exchanged.forward
+            gradient += exchanged.gradient
+            continue
         copies = branch.ring_devices + 1 if branch.where == "all_gather" else 3
         forward += copies * size.keys + size.queries + size.query_sums + size.ids
         rest = (size.keys, size.key_sums) if branch.moves == "keys" else (2 * size.queries, size.query_sums)
@@ -86,16 +91,27 @@ def _on_gpu(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -
     they have the same shape: XLA makes zeros of one shape at once. Rows that are sent backward reuse freed memory.
     """
     shared = _shared_branches(spec, branches)
-    rows = [_copies(b) * x.keys + x.queries + x.query_sums + a.lse for b, x in shared]
+    rows = [
+        _exchanged(b, x).forward if b.exchange else _copies(b) * x.keys + x.queries + x.query_sums + a.lse
+        for b, x in shared
+    ]
     forward = a.is_wide * a.q_sums + max(rows, default=0)
     both = 2 * a.q_sums + 2 * a.k_sums if spec.q_per_kv == 1 else max(2 * a.q_sums, a.q_sums + 2 * a.k_sums)
     gathered = [b.ring_devices * x.key_sums for b, x in shared if b.where == "all_gather"]
+    gathered += [_exchanged(b, x).gradient for b, x in shared if b.exchange]
     return Memory(forward, a.is_wide * both + a.lse + max(gathered, default=0))
 
 
 def _copies(branch: BranchPlan) -> int:
     """Returns how many copies of the keys a device holds: those attended to, and those that arrive."""
     return branch.ring_devices + 1 if branch.where == "all_gather" else 2
+
+
+def _exchanged(branch: BranchPlan, size: costs.RowBytes) -> Memory:
+    """Returns the bytes of rows that are exchanged, as sent and as received, and of their results."""
+    copies = branch.group.parts.query
+    there, gradients = size.queries + copies * size.keys, size.query_sums + copies * size.key_sums
+    return Memory(2 * (there + size.query_sums) + size.ids, 2 * (there + size.queries + gradients) + size.ids)
 
 
 def _on_tpu(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -> Memory:
@@ -127,6 +143,11 @@ def _on_tpu(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -
     if len({b.rate for b in branches if b.num_rows}) > 1:  # accumulators get a new layout
         forward.append(2 * a.q_sums + (rows + copied if others else 0))
     for branch, size in shared:
+        if branch.exchange:
+            exchanged = _exchanged(branch, size)
+            forward.append(a.q_sums + rows + copied + exchanged.forward)
+            gradient.append(sums + numbers + laid_out / 2 + kept + exchanged.gradient)
+            continue
         copies = _copies(branch)
         attending = copies * size.keys + size.queries + size.query_sums
         forward.append(a.q_sums + rows + copied + max(attending, 4 * branch.num_rows / whole * merging))
@@ -138,8 +159,14 @@ def _on_tpu(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -
 
 
 def _shared_branches(spec: AttentionSpec, branches: tuple[BranchPlan, ...]) -> list[tuple[BranchPlan, costs.RowBytes]]:
-    """Returns the branches that need other devices, with the bytes of one piece of their rows."""
-    return [(b, costs.row_bytes(spec, spec.batch * b.num_rows // b.pieces)) for b in branches if b.where != "local"]
+    """Returns the branches that need other devices, with the bytes of one piece of their rows.
+
+    Of branches that share an exchange of whole arrays, only the first is returned.
+    """
+    shared = [b for b in branches if b.where != "local" and (b.exchange != "dense" or b.forward)]
+    whole = spec.shard_length * spec.local_kv_heads
+    rows = (spec.batch * (whole if b.exchange == "dense" else b.num_rows) // b.pieces for b in shared)
+    return [(b, costs.row_bytes(spec, num)) for b, num in zip(shared, rows, strict=True)]
 
 
 def _dense_bytes(spec: AttentionSpec, dtype: str, heads: int) -> int:

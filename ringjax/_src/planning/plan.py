@@ -15,16 +15,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.typing import DTypeLike
 
+from ringjax._src.comm.devices import Platform, device_named
 from ringjax._src.comm.layout import layout_for, layout_named
 from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
-from ringjax._src.kernels.dispatch import BACKENDS, TARGETS
-from ringjax._src.kernels.interface import Case
-from ringjax._src.pattern import Branch, DilationPattern
-from ringjax._src.planning import costs, geometry
-from ringjax._src.planning.costs import Message, Moves
-from ringjax._src.planning.memory import PLATFORMS, Memory, Platform, predicted_memory
+from ringjax._src.pattern import DilationPattern
+from ringjax._src.planning import geometry
+from ringjax._src.planning.branch_plan import BranchPlan, plan_branches
+from ringjax._src.planning.memory import PLATFORMS, Memory, predicted_memory
 from ringjax._src.planning.spec import AttentionSpec
-from ringjax._src.rows.selection import RowSelection
 from ringjax._src.validation import (
     MOST_DEVICES,
     check_bool,
@@ -32,97 +30,11 @@ from ringjax._src.validation import (
     check_dtype,
     check_heads,
     check_int,
+    check_optional,
     check_pattern,
 )
 
-_LATENCY_BYTES = 256 * 1024  # a hop of fewer bytes takes about as long as an empty one
-_LONG_MESSAGE = 2**19  # bytes; cutting longer messages costs no time
 _PLANNED = AttentionSpec._fields[: AttentionSpec._fields.index("axis_name")]  # shown by `to_dict`
-
-
-@dataclasses.dataclass(frozen=True)
-class BranchPlan:
-    """Execution plan of one branch.
-
-    Attributes:
-        segment_length: Segment length, clamped to the stored sequence.
-        rate: Dilation rate.
-        where: ``"local"`` if no device needs keys of other devices; ``"ring"`` if keys (or queries) rotate;
-            ``"all_gather"`` if keys are gathered once.
-        ring_devices: Number of devices that share a segment, which form one ring.
-        is_aligned: Whether all chunks select the same rows in this branch, which is the fast path.
-        advice: How to make the branch aligned, or an empty string.
-        num_rows: Number of rows selected on a device, summed over its heads, per batch entry.
-        pieces: Number of parts in which the heads are sent one after the other. Large messages are split to save
-            memory.
-        moves: What rotates in the backward pass.
-        forward: Messages of the forward pass.
-        backward: Messages of the backward pass.
-        spec: The attention call that was planned.
-        branch: Segment length, rate and heads of the branch.
-        selections: The rows that a device selects: whole segments and shorter last segment of a local branch, or the
-            chunks of a device.
-
-    Example:
-        >>> import ringjax as rj
-        >>> pattern = rj.DilationPattern((64,), (4,))
-        >>> branch = rj.plan(pattern, seq_len=64, num_heads=4, head_dim=8, ring_size=2, is_causal=True).branches[0]
-        >>> branch.ring_devices, branch.num_rows, branch.hops, branch.balance
-        (2, 32, 1, 1.4705882352941178)
-    """
-
-    segment_length: int
-    rate: int
-    where: str
-    ring_devices: int
-    is_aligned: bool
-    advice: str
-    num_rows: int
-    pieces: int
-    moves: Moves
-    forward: tuple[Message, ...]
-    backward: tuple[Message, ...]
-    spec: AttentionSpec = dataclasses.field(repr=False)
-    branch: Branch = dataclasses.field(repr=False)
-    selections: tuple[RowSelection, ...] = dataclasses.field(repr=False, compare=False)
-
-    @functools.cached_property
-    def flops(self) -> tuple[float, ...]:
-        """FLOPs of each device in the forward pass."""
-        r = self.spec
-        layout = layout_named(r.layout)
-        pairs = costs.pairs_per_device(self.branch, layout, r.ring_size, r.stored_length, r.is_causal)
-        return tuple((4.0 * r.batch * r.head_dim * r.q_per_kv / r.head_shards * pairs).tolist())
-
-    @property
-    def hops(self) -> int:
-        """Number of hops of each piece of the keys in the forward pass."""
-        return self.ring_devices - 1 if self.where == "ring" else 0
-
-    @property
-    def balance(self) -> float:
-        """FLOPs of the busiest device divided by the mean."""
-        return float(max(self.flops) / np.mean(self.flops)) if any(self.flops) else 1.0
-
-    @property
-    def kernels(self) -> dict[str, str]:
-        """For each target, ``"pallas"`` or the reason why plain XLA computes (part of) the branch.
-
-        Assumes GPUs of compute capability 8.0 or later, default block sizes and segment ids that fit int32.
-        """
-        r = self.spec
-        cases = [Case(r.dtype, r.head_dim, rows.num_rows, r.q_per_kv) for rows in self.selections]
-        usual = "pallas" if cases else "there is nothing to compute"
-        found: dict[str, str] = {}
-        for target in TARGETS:
-            limits = BACKENDS[target].limits
-            assert limits is not None
-            found[target] = next(filter(None, (limits.unsupported(target, case) for case in cases)), usual)
-        return found
-
-    def sent(self, messages: tuple[Message, ...]) -> int:
-        """Returns the number of bytes that each device sends for these messages."""
-        return sum(m.sent(self.ring_devices) for m in messages)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,7 +128,7 @@ def make_plan(spec: AttentionSpec) -> Plan:
 
 @functools.lru_cache(maxsize=256)
 def _make_plan(spec: AttentionSpec) -> Plan:
-    branches = tuple(_branch_plan(spec, *numbered) for numbered in enumerate(geometry.branches_of(spec)))
+    branches = plan_branches(spec)
     plan = _cached[spec] = Plan(spec, branches, *predicted_memory(spec, branches, "cpu"))
     return plan
 
@@ -267,42 +179,6 @@ def pattern_cache_clear() -> None:
     _cached.clear()
 
 
-def _branch_plan(spec: AttentionSpec, number: int, branch: Branch) -> BranchPlan:
-    make = functools.partial(BranchPlan, branch.segment_length, branch.rate, spec=spec, branch=branch)
-    if geometry.is_local(spec, branch) or not any(branch.rows(branch.segment_length)):
-        selections = geometry.local_selections(spec, number, branch)
-        num_rows = sum(int(x.counts.sum()) * x.chunks for x in selections) // spec.head_shards
-        return make("local", 1, True, "", num_rows, 1, "keys", (), (), selections=selections)
-    selection, devices = geometry.shared_selection(spec, number, branch)
-    advice = "; ".join(geometry.unmet_segment_rules(spec, branch) + geometry.unmet_rate_rule(spec, branch))
-    heads = len(selection.heads) // spec.head_shards
-    num_rows = heads * selection.chunks * selection.num_rows
-    where = _strategy(spec, spec.batch * num_rows, devices)
-    pieces = _pieces(spec, spec.batch * num_rows, heads)
-    piece_rows = spec.batch * num_rows // pieces
-    moves = costs.cheapest_moves(spec, piece_rows, devices, where)
-    forward = costs.SHARING[where].forward(spec, piece_rows, devices)
-    backward = costs.SHARING[where].backward(spec, piece_rows, devices, moves)
-    forward, backward = (tuple(m.times(pieces) for m in messages) for messages in (forward, backward))
-    planned = where, devices, selection.is_aligned, advice, num_rows, pieces, moves, forward, backward
-    return make(*planned, selections=(selection,))
-
-
-def _strategy(spec: AttentionSpec, rows: int, ring_devices: int) -> str:
-    if spec.strategy != "auto":
-        return spec.strategy
-    size = costs.row_bytes(spec, rows)
-    is_latency_bound = ring_devices > 2 and size.keys <= _LATENCY_BYTES
-    room = np.inf if spec.memory_budget is None else spec.memory_budget / 8
-    return "all_gather" if is_latency_bound and ring_devices * (size.keys + size.key_sums) <= room else "ring"
-
-
-def _pieces(spec: AttentionSpec, rows: int, heads: int) -> int:
-    """Returns the number of equal parts in which the heads are sent: as many as keep messages long."""
-    size = costs.row_bytes(spec, rows).keys
-    return max(n for n in range(1, heads + 1) if heads % n == 0 and (n == 1 or size // n >= _LONG_MESSAGE))
-
-
 def plan(
     pattern: DilationPattern,
     *,
@@ -320,7 +196,8 @@ def plan(
     memory_budget: int | None = None,
     has_segment_ids: bool = False,
     head_shards: int = 1,
-    platform: Platform = "cpu",
+    device: str = "tpu",
+    inner_devices: int | None = None,
 ) -> Plan:
     """Plans dilated attention on a ring of devices and estimates its cost. Print the result to read it.
 
@@ -336,11 +213,15 @@ def plan(
         layout: ``"contiguous"`` or ``"zigzag"``.
         is_causal: Whether a query attends only to keys at its own and earlier positions.
         dtype: Dtype of query, key and value.
-        strategy: ``"auto"``, ``"ring"`` or ``"all_gather"`` for branches that need keys of other devices, see `Ring`.
+        strategy: How branches share segments between devices, see `Ring`.
         memory_budget: Bytes available on each device for attention and its gradient, or None for no limit.
         has_segment_ids: Whether segment ids are sent with the keys.
         head_shards: Number of devices that share the heads.
-        platform: ``"cpu"``, ``"tpu"`` or ``"cuda"``: the platform on which `memory_budget` must suffice.
+        device: The device whose speed decides between strategies and whose memory `memory_budget` limits: ``"v5e"``,
+            ``"v5p"``, ``"v6e"``, ``"a100"``, ``"h100"``, ``"b200"`` or ``"cpu"`` (simulated devices); ``"tpu"`` and
+            ``"cuda"`` stand for ``"v5p"`` and ``"h100"``. A `Ring` takes it from the devices of its mesh.
+        inner_devices: Number of devices on the inner mesh axis, for a ring over several axes, such as the devices of a
+            machine; None for a ring over one axis.
 
     Returns:
         The plan.
@@ -348,15 +229,16 @@ def plan(
     Raises:
         ValueError: If a size is below 1, `num_heads` is not a multiple of `num_kv_heads`, the key/value heads do not
             divide evenly over `head_shards`, `stored_length` is below `seq_len` or not a multiple of the number of
-            chunks, `layout`, `strategy`, `dtype` or `platform` is unknown, or no strategy fits `memory_budget`.
+            chunks, `layout`, `strategy`, `dtype` or `device` is unknown, the heads do not allow `strategy`, or no
+            strategy fits `memory_budget`.
         NotImplementedError: If a pattern with ``heads="split"`` is combined with `head_shards` above 1.
 
     Example:
         >>> import ringjax as rj
         >>> pattern = rj.DilationPattern((2048, 65536), (1, 16))
         >>> p = rj.plan(pattern, seq_len=65536, num_heads=8, head_dim=64, ring_size=4)
-        >>> [(b.where, b.hops) for b in p.branches]
-        [('local', 0), ('ring', 3)]
+        >>> [b.where for b in p.branches]
+        ['local', 'all_to_all']
     """
     check_pattern(pattern)
     for name, flag in (("is_causal", is_causal), ("has_segment_ids", has_segment_ids)):
@@ -394,7 +276,8 @@ def plan(
         memory_budget=budget,
         has_ids=has_segment_ids or stored > seq_len,
         head_shards=head_shards,
-        platform=check_choice("platform", platform, PLATFORMS),
+        device=device_named(device).name,
+        inner_devices=check_optional(check_int, "inner_devices", inner_devices),
     )
     return checked_plan(spec)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
+from ringjax._src.comm.devices import Platform, device_named
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.kernels.interface import AttendConfig, BlockSizes
@@ -35,7 +36,8 @@ class AttentionSpec(NamedTuple):
         strategy: How branches share segments.
         memory_budget: Bytes per device, or None.
         head_shards: Devices that share the heads.
-        platform: The platform whose memory the budget limits.
+        device: Name of the devices, see `devices.py`.
+        inner_devices: Devices on the inner mesh axis, if the ring is over several axes.
         axis_name: Mesh axis of the ring, or None without a ring.
         head_axis: Mesh axis of the heads, or None.
         scale: Factor applied to the scores.
@@ -59,13 +61,19 @@ class AttentionSpec(NamedTuple):
     strategy: str = "ring"
     memory_budget: int | None = None
     head_shards: int = 1
-    platform: str = "cpu"
+    device: str = "cpu"
+    inner_devices: int | None = None
     axis_name: AxisName | None = None
     head_axis: AxisName | None = None
     scale: float = 1.0
     dropout_rate: float = 0.0
     implementation: str | None = None
     block_sizes: BlockSizes | None = None
+
+    @property
+    def platform(self) -> Platform:
+        """The platform whose memory the budget limits."""
+        return device_named(self.device).platform
 
     @property
     def shard_length(self) -> int:

@@ -9,8 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from ringjax._src.planning.branch_plan import BranchPlan
     from ringjax._src.planning.costs import Message
-    from ringjax._src.planning.plan import BranchPlan, Plan
+from ringjax._src.planning.plan import Plan
 
 _WIDTH = 120
 
@@ -25,8 +26,8 @@ def plan_table(plan: Plan, *, has_caption: bool = True) -> str:
         "branch",
         "where",
         "devices",
-        "hops",
-        "rows/hop",
+        "messages",
+        "rows",
         "sent fwd",
         "sent bwd",
         "bwd moves",
@@ -80,31 +81,34 @@ def _caption(plan: Plan) -> str:
         used = len(set(branch.branch.offsets))
         if branch.branch.num_heads and used < branch.rate:
             lines.append(f"{branch.segment_length}/{branch.rate}: the heads use {used} of {branch.rate} residues.")
-        if branch.advice:
+        if branch.advice and not branch.exchange:
             name = f"{branch.segment_length}/{branch.rate}"
             lines.append(f"{name} is computed by position, which is slower; for the fast path, {branch.advice}.")
     reasons = {reason: target for b in plan.branches for target, reason in b.kernels.items() if reason != "pallas"}
     for reason, target in reasons.items():
         names = [f"{b.segment_length}/{b.rate}" for b in plan.branches if b.kernels[target] == reason]
         lines.append(f"On {target}, plain XLA computes {', '.join(names)}: {reason}.")
-    if any(branch.advice for branch in plan.branches) and plan.aligned_length:
+    if any(branch.advice and not branch.exchange for branch in plan.branches) and plan.aligned_length:
         length = plan.aligned_length
         lines.append(
             f"All branches take the fast path at a stored length of {length:,}: to_layout(..., length={length})."
         )
+    shared = [branch for branch in plan.branches if branch.where != "local"]
     if plan.spec.is_causal and plan.balance > 1.05 and plan.spec.layout == "contiguous":
-        lines.append('The work is unevenly distributed: layout="zigzag" balances causal work.')
+        lines.append('The work is unevenly distributed: layout="zigzag" balances causal work on rings.')
+    if shared and plan.spec.layout == "zigzag" and all(branch.where == "all_to_all" for branch in shared):
+        lines.append('layout="contiguous" serves as well, without permuting tokens: no branch rotates keys.')
     return "\n".join(lines)
 
 
 def _row(branch: BranchPlan) -> tuple[str, ...]:
-    moves = "" if branch.where == "local" else branch.moves
+    moves = {"local": "", "all_to_all": "all"}.get(branch.where, branch.moves)
     pieces = f" x {branch.pieces}" if branch.pieces > 1 else ""
     return (
         f"{branch.segment_length}/{branch.rate}",
-        branch.where + ("" if branch.is_aligned else " (by position)"),
+        branch.where + _detail(branch),
         str(branch.ring_devices),
-        f"{branch.hops}{pieces}" if branch.where != "local" else "",
+        f"{_number(branch)}{pieces}" if branch.where != "local" else "",
         "" if branch.where == "local" else f"{branch.num_rows // branch.pieces:,}",
         bytes_text(branch.sent(branch.forward)),
         bytes_text(branch.sent(branch.backward)),
@@ -112,6 +116,20 @@ def _row(branch: BranchPlan) -> tuple[str, ...]:
         count_text(max(branch.flops)),
         f"{branch.balance:.2f}",
     )
+
+
+def _detail(branch: BranchPlan) -> str:
+    """Returns what is special about how a branch runs."""
+    if branch.exchange == "dense":
+        return " (dense)"
+    if branch.where == "all_to_all_ring":
+        return f" ({branch.exchange_devices} x {branch.ring_devices // branch.exchange_devices})"
+    return "" if branch.is_aligned or branch.exchange else " (by position)"
+
+
+def _number(branch: BranchPlan) -> int:
+    """Returns the number of messages of a part that follow one another in the forward pass: hops and exchanges."""
+    return branch.hops + (2 if branch.exchange else 0 if branch.hops else 1)
 
 
 def bytes_text(number: float) -> str:

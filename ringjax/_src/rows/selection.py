@@ -232,6 +232,26 @@ class RowSelection:
         exists = (first < num_queries) & (counts > 0)
         return jnp.where(exists[..., None], ranges, 0)
 
+    def index_in_chunks(self, num_rows: int) -> Array:
+        """Returns where the first `num_rows` rows of the sequence are in its chunks, (heads, num_rows).
+
+        Chunks have `self.num_rows` rows each, of which the last may be missing. The index of a row past the end of the
+        sequence is out of range.
+        """
+        offsets, counts = jnp.asarray(self.offsets)[:, None], jnp.asarray(self.counts)[:, None]
+        rank = jnp.arange(num_rows, dtype=jnp.int32)[None]
+        chunk = indexing.quotient(self._position(rank, offsets, counts), self.chunk_length)
+        return chunk * self.num_rows + rank - self._rank(chunk * self.chunk_length, offsets, counts)
+
+    def index_in_order(self, num_chunks: int) -> Array:
+        """Inverts `index_in_chunks`: (heads, num_chunks * self.num_rows), out of range for missing rows."""
+        offsets, counts = (jnp.asarray(x)[:, None, None] for x in (self.offsets, self.counts))
+        start = jnp.arange(num_chunks, dtype=jnp.int32)[None, :, None] * self.chunk_length
+        before, end = (self._rank(x, offsets, counts) for x in (start, start + self.chunk_length))
+        rank = before + jnp.arange(self.num_rows, dtype=jnp.int32)[None, None]
+        index = jnp.where(rank < end, rank, jnp.iinfo(jnp.int32).max)
+        return index.reshape(index.shape[0], -1)
+
     def _positions(self, start: Array, offset: Array, count: Array) -> tuple[Array, Array]:
         """Returns the positions of the rows of a chunk, and which of the rows exist."""
         row = jnp.arange(self.num_rows, dtype=jnp.int32).reshape((1,) * (jnp.ndim(start) - 1) + (-1,))

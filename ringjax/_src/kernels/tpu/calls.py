@@ -34,6 +34,8 @@ from ringjax._src.vma import shaped_like
 
 LIMITS = Limits(("bfloat16", "float32"), min_dim=16, min_rows=16, min_block=128)  # blocks of the lanes of a register
 
+Which = Literal["query", "key"]
+
 
 def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> PartialSoftmax:
     """Merges the attention of the selected rows into `prior`, float32."""
@@ -75,21 +77,13 @@ def default_blocks(case: Case, *, is_bwd: bool) -> Blocks:
 
 
 class PackedRows(NamedTuple):
-    """One pair of chunks of packed operands.
+    """One pair of chunks of packed operands."""
 
-    Attributes:
-        query: Unscaled queries (N, C, n * G, H).
-        kv: Keys and values (2, N, C, n, H).
-        chunks: Query chunk and key chunk, (2,).
-        ranges: KV block ranges, or Q block ranges for the gradient of keys.
-        mask_inputs: Mask inputs of queries (N, C, inputs, n * G) and of keys (N, C, inputs, n), or None.
-    """
-
-    query: Array
-    kv: Array
-    chunks: Array
-    ranges: Array
-    mask_inputs: tuple[Array, Array] | None
+    query: Array  # unscaled queries (N, C, n * G, H)
+    kv: Array  # keys and values (2, N, C, n, H)
+    chunks: Array  # query chunk and key chunk, (2,)
+    ranges: Array  # KV block ranges, or Q block ranges for the gradient of keys
+    mask_inputs: tuple[Array, Array] | None  # of queries (N, C, inputs, n * G) and of keys (N, C, inputs, n)
 
 
 def _packed_rows(operands: Operands, config: KernelConfig) -> Iterator[PackedRows]:
@@ -155,51 +149,42 @@ def key_gradient_call(dkv: Array, rows: PackedRows, given: OutputGrads, config: 
 class Specs:
     """The grid and block specs of a pass whose outer blocks are of queries or of keys."""
 
-    def __init__(self, config: KernelConfig, shape: tuple[int, ...], outer: Literal["query", "key"]) -> None:
-        tasks, dim = shape[0], shape[-1]
-        blocks = config.blocks
-        outer_blocks, inner_blocks = config.query_blocks, config.key_blocks
-        if outer == "key":
-            outer_blocks, inner_blocks = inner_blocks, outer_blocks
-        self.config, self.tasks, self.dim = config, tasks, dim
-        self.grid = (tasks, outer_blocks, inner_blocks)
+    def __init__(self, config: KernelConfig, shape: tuple[int, ...], outer: Which) -> None:
+        self.config, self.outer, self.tasks, self.dim = config, outer, shape[0], shape[-1]
+        num_blocks = config.query_blocks, config.key_blocks
+        self.grid = (self.tasks, *(num_blocks if outer == "query" else reversed(num_blocks)))
+        self.query = pl.BlockSpec((1, 1, config.blocks.query, self.dim), lambda *step: self._rows("query", *step))
+        self.kv = pl.BlockSpec((2, 1, 1, config.blocks.key, self.dim), lambda *step: (0, *self._rows("key", *step)))
 
-        def inner(ranges: Any, task: Array, own: Array, nth: Array) -> Array:  # noqa: ANN401
-            head = quotient(task, config.tasks_per_head)
-            return jnp.clip(ranges[head, 0, own] + nth, 0, jnp.maximum(ranges[head, 2, own] - 1, 0))
+    def _rows(self, which: Which, task: Array, *step: Any) -> tuple[Any, ...]:  # noqa: ANN401
+        return task, *self._chunk_and_block(which, task, *step), 0
 
-        def query(task: Array, own: Array, nth: Array, chunks: Any, ranges: Any) -> tuple[Array, Array]:  # noqa: ANN401
-            return chunks[0], own if outer == "query" else inner(ranges, task, own, nth)
+    def _chunk_and_block(self, which: Which, task: Array, *step: Any) -> tuple[Any, Any]:  # noqa: ANN401
+        """Returns the chunk and the block of queries or keys in a grid step."""
+        outer_block, nth, chunks, ranges = step
+        chunk = chunks[0 if which == "query" else 1]
+        if which == self.outer:
+            return chunk, outer_block
+        head = quotient(task, self.config.tasks_per_head)
+        first, end = ranges[head, 0, outer_block], ranges[head, 2, outer_block]
+        return chunk, jnp.clip(first + nth, 0, jnp.maximum(end - 1, 0))
 
-        def key(task: Array, own: Array, nth: Array, chunks: Any, ranges: Any) -> tuple[Array, Array]:  # noqa: ANN401
-            return chunks[1], own if outer == "key" else inner(ranges, task, own, nth)
-
-        def rows(locate: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Any, ...]]:
-            return lambda task, *rest: (task, *locate(task, *rest), 0)
-
-        def lanes(locate: Callable[..., tuple[Array, Array]]) -> Callable[..., tuple[Any, ...]]:
-            def index(task: Array, *rest: Any) -> tuple[Any, ...]:  # noqa: ANN401
-                chunk, block = locate(task, *rest)
-                return task, chunk, 0, block
-
-            return index
-
-        self.query = pl.BlockSpec((1, 1, blocks.query, dim), rows(query))
-        self.kv = pl.BlockSpec((2, 1, 1, blocks.key, dim), lambda *at: (0, *rows(key)(*at)))
-        self._lanes = {"query": (blocks.query, lanes(query)), "key": (blocks.key, lanes(key))}
-
-    def numbers(self, which: str, num: int) -> pl.BlockSpec:
+    def numbers(self, which: Which, num: int) -> pl.BlockSpec:
         """Returns the spec of `num` numbers per row of the queries or keys, (N, C, num, rows)."""
-        size, index = self._lanes[which]
-        return pl.BlockSpec((1, 1, num, size), index)
+
+        def index(task: Array, *step: Any) -> tuple[Any, ...]:  # noqa: ANN401
+            chunk, block = self._chunk_and_block(which, task, *step)
+            return task, chunk, 0, block
+
+        return pl.BlockSpec((1, 1, num, getattr(self.config.blocks, which)), index)
 
     def inputs(self, rows: PackedRows) -> list[tuple[Array, pl.BlockSpec]]:
         """Returns queries, keys and values, and mask inputs, with their specs."""
         inputs = [(rows.query, self.query), (rows.kv, self.kv)]
         if rows.mask_inputs is None:
             return inputs
-        specs = [self.numbers(which, len(self.config.mask_rules)) for which in ("query", "key")]
-        return [*inputs, *zip(rows.mask_inputs, specs, strict=True)]
+        num = len(self.config.mask_rules)
+        return [*inputs, *zip(rows.mask_inputs, (self.numbers("query", num), self.numbers("key", num)), strict=True)]
 
     def output_grads(self, given: OutputGrads) -> list[tuple[Array, pl.BlockSpec]]:
         """Returns the gradient of the output, and lse and delta, with their specs."""
@@ -215,27 +200,16 @@ class Specs:
 
 
 class Call(NamedTuple):
-    """A kernel and its arrays; it adds to the last inputs in place.
+    """A kernel and its arrays; it adds to the last inputs in place."""
 
-    Attributes:
-        name: Name of the pass.
-        kernel: The kernel.
-        specs: Its grid and block specs.
-        multiplies: Matrix multiplies per pair of blocks.
-        rows: Its rows; chunks and ranges are known before the kernel starts.
-        inputs: Arrays and their specs.
-        sums: How many of the inputs, the last ones, are summed up in place.
-        scratch: Shapes of arrays that last from step to step.
-    """
-
-    name: str
+    name: str  # of the pass
     kernel: Callable[..., None]
     specs: Specs
-    multiplies: int
-    rows: PackedRows
-    inputs: list[tuple[Array, pl.BlockSpec]]
-    sums: int
-    scratch: list[tuple[int, int]]
+    multiplies: int  # matrix multiplies per pair of blocks
+    rows: PackedRows  # chunks and ranges are known before the kernel starts
+    inputs: list[tuple[Array, pl.BlockSpec]]  # arrays and their specs
+    sums: int  # how many of the inputs, the last ones, are summed up in place
+    scratch: list[tuple[int, int]]  # shapes of arrays that last from step to step
 
     @property
     def outputs(self) -> list[tuple[Array, pl.BlockSpec]]:

@@ -110,23 +110,14 @@ def key_gradient_kernel(chunks: Any, ranges: Any, q: Any, kv: Any, *refs: Any, c
 
 
 class _GridStep(NamedTuple):
-    """The blocks of a grid step, and the range of inner blocks of its outer block.
+    """The blocks of a grid step, and the range of inner blocks of its outer block."""
 
-    Attributes:
-        outer_block: Query block; key block for the gradient of keys and values.
-        inner_block: Key block; query block for the gradient of keys and values. Past the range, the step does nothing.
-        first: First block of the range.
-        whole: Boundary between blocks that need a mask and blocks that do not, see `blocks`.
-        end: Last block of the range + 1.
-        row_count: Key rows of the task.
-    """
-
-    outer_block: Array
-    inner_block: Array
-    first: Array
-    whole: Array
-    end: Array
-    row_count: Array
+    outer_block: Array  # query block; key block for the gradient of keys and values
+    inner_block: Array  # the other of the two; past the range, the step does nothing
+    first: Array  # first block of the range
+    whole: Array  # boundary between blocks that need a mask and blocks that do not, see `blocks`
+    end: Array  # last block of the range + 1
+    row_count: Array  # key rows of the task
 
 
 def _grid_step(ranges: Any, config: KernelConfig) -> tuple[_GridStep, Array]:  # noqa: ANN401

@@ -1,0 +1,356 @@
+"""Attention on arrays that several devices share: the custom VJP around `shard_map` or the compiler's partitioning.
+
+Where the shardings of arrays are known (a `Ring`, or the types of arrays on an explicit mesh), each pass runs in
+`jax.shard_map`. On an automatic mesh the compiler chooses shardings when it partitions the program, so each pass is a
+`custom_partitioning`: given how the compiler shards batch, sequence and heads, it returns the program of one device,
+with all communication. Both get the leading axes of `jax.vmap` from `batched_call`.
+
+Shapes: query, out (..., B, T, N, H); key, value (..., B, T, K, H); lse (..., B, T, N); ids (..., B, T);
+seeds (..., B, N).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+from jax import Array
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ringjax._src import vjp
+from ringjax._src.batched_call import Leading, batched_call
+from ringjax._src.branches.protocol import Shard
+from ringjax._src.comm.devices import device_of_kind
+from ringjax._src.comm.mesh import Ring, RingInfo, abstract_device, axes, explicit_axes, inner_size, reshard_explicit
+from ringjax._src.comm.ring_comm import AxisName
+from ringjax._src.device_shard import device_shard, narrow_ids, ring_spec
+from ringjax._src.planning.plan import checked_plan
+from ringjax._src.planning.spec import AttentionSpec
+from ringjax._src.validation import check_positions
+
+_QUERY, _KEY, _LSE, _IDS, _SEEDS = "b t n h", "b t k h", "b t n", "b t", "b n"  # axes of arrays, see above
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardedCall:
+    """An attention call on arrays that several devices share.
+
+    Attributes:
+        spec: The call; its sizes are those of the whole arrays.
+        mesh: The mesh, or None if the compiler decides.
+        info: The ring, or None if the compiler decides.
+        batch_axis: Mesh axes of the batch.
+        is_checked: Whether `shard_map` may check varying axes, which interpreted kernels lose.
+    """
+
+    spec: AttentionSpec
+    mesh: Mesh | AbstractMesh | None = None
+    info: RingInfo | None = None
+    batch_axis: AxisName | None = None
+    is_checked: bool = True
+
+    def placed(self, shard: Shard) -> Shard:
+        """Shards arrays that are replicated on an explicit mesh, as `shard_map` requires the sharding of its specs."""
+        shard = shard._replace(ids=None if shard.ids is None else narrow_ids(shard.ids))
+        mesh = self.mesh
+        if mesh is None or not explicit_axes(mesh):
+            return shard
+        place = lambda x, kind: reshard_explicit(x, mesh, self.partition_spec(kind))  # noqa: E731
+        return Shard(
+            query=place(shard.query, _QUERY),
+            key=place(shard.key, _KEY),
+            value=place(shard.value, _KEY),
+            ids=None if shard.ids is None else place(shard.ids, _IDS),
+            seeds=None if shard.seeds is None else place(shard.seeds, _SEEDS),
+        )
+
+    def partition_spec(self, array: str, leading: Leading = ()) -> PartitionSpec:
+        """Returns how an array with these axes is sharded."""
+        names = self.names()
+        return PartitionSpec(*leading, *(names.get(axis) for axis in array.split()))
+
+    def names(self) -> dict[str, AxisName | None]:
+        """Returns the mesh axes of each array axis, where they are known."""
+        assert self.info is not None
+        heads = self.info.head_axis
+        return {"b": self.batch_axis, "t": self.info.axis_name, "n": heads, "k": heads}
+
+
+def on_ring(spec: AttentionSpec, ring: Ring, shard: Shard) -> ShardedCall | None:
+    """Returns the call on the devices of a ring, or None if that is a single device."""
+    info = ring.info()
+    if all(ring.size(name) == 1 for name in ("axis_name", "batch_axis", "head_axis")):
+        checked_plan(ring_spec(spec, info, batch=spec.batch))  # checks the memory budget
+        if not any(axis for x in shard[:3] for axis in jax.typeof(x).sharding.spec):
+            return None  # otherwise, shard_map removes the explicit axes from the types
+    is_checked = spec.implementation not in ("interpret_tpu", "interpret_gpu")  # these lose varying axes
+    return ShardedCall(spec, ring.resolve(), info, ring.batch_axis, is_checked)
+
+
+def from_types(spec: AttentionSpec, shard: Shard) -> ShardedCall | None:
+    """Returns the call on the mesh of the arrays, or None if they are on a single device or inside `shard_map`."""
+    mesh = next((m for x in shard[:3] if not (m := jax.typeof(x).sharding.mesh).empty), None)
+    if mesh is None or mesh.size == 1 or mesh.manual_axes or jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    if not mesh.explicit_axes:
+        return None if mesh.abstract_device is None else ShardedCall(spec)  # the compiler partitions for real devices
+    query, *others = (_padded_spec(x) for x in shard[:3])
+    for name, given in zip(("key", "value"), others, strict=True):
+        if given != query:
+            raise ValueError(
+                f"`{name}` must be sharded like `query` over an explicit mesh, got {given} and {query}: use "
+                "`jax.reshard`, or pass `out_sharding` where it is computed."
+            )
+    batch, sequence, heads, dim = query
+    if dim is not None:
+        raise ValueError(f"`query` must not be sharded along its last axis, got {query}: use `jax.reshard`.")
+    info = _ring_info(mesh, abstract_device(mesh), sequence, heads)
+    for what, size, devices in (
+        ("length", spec.stored_length, info.axis_size),
+        ("heads", spec.kv_heads, info.head_shards),
+    ):
+        if size % devices:
+            raise ValueError(f"`key` {what} must divide evenly over the {devices} devices of {query}, got {size}.")
+    is_checked = spec.implementation not in ("interpret_tpu", "interpret_gpu")
+    return ShardedCall(spec, mesh, info, batch, is_checked)
+
+
+def _padded_spec(x: Array) -> PartitionSpec:
+    spec = jax.typeof(x).sharding.spec
+    return PartitionSpec(*spec, *(None,) * (x.ndim - len(spec)))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(
+    call: ShardedCall, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None
+) -> Array:
+    return _forward(call, Shard(query, key, value, ids, seeds))[0]
+
+
+attention = jax.jit(_attention, static_argnums=(0,), inline=True)
+
+
+def _forward(call: ShardedCall, shard: Shard) -> tuple[Array, Array, list[Array]]:
+    present = _present(shard)
+    out, lse, *kept = batched_call(_Pass(call, present, is_backward=False), (), *_arrays(shard))
+    kept = [checkpoint_name(x, "ringjax_out") for x in kept]
+    return checkpoint_name(out, "ringjax_out"), checkpoint_name(lse, "ringjax_lse"), kept
+
+
+def _attention_fwd(
+    call: ShardedCall, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None
+) -> tuple[Array, Any]:
+    shard = Shard(query, key, value, ids, seeds)
+    saved = _forward(call, shard)
+    return saved[0], (shard, *saved)
+
+
+def _attention_bwd(call: ShardedCall, saved: Any, dout: Array) -> tuple[Array, Array, Array, None, None]:  # noqa: ANN401
+    shard, out, lse, kept = saved
+    backward = _Pass(call, _present(shard), is_backward=True)
+    dq, dk, dv = batched_call(backward, (), *_arrays(shard), out, lse, dout, *kept)
+    return dq, dk, dv, None, None
+
+
+_attention.defvjp(_attention_fwd, _attention_bwd)
+
+
+class _Present(NamedTuple):
+    """Which optional arrays there are."""
+
+    ids: bool
+    seeds: bool
+
+
+def _present(shard: Shard) -> _Present:
+    return _Present(shard.ids is not None, shard.seeds is not None)
+
+
+def _arrays(shard: Shard) -> list[Array]:
+    return [x for x in shard if x is not None]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pass:
+    """The forward or the backward pass as a function of arrays with any number of leading axes."""
+
+    call: ShardedCall
+    present: _Present
+    is_backward: bool
+
+    def with_leading(self, leading: Leading) -> Callable[..., Sequence[Array]]:
+        """Returns the pass in `shard_map` if all shardings are known, else partitioned by the compiler."""
+        call = self.call
+        if call.info is None:
+            return _partitioned(self, len(leading))
+        assert call.mesh is not None
+        is_known = None not in leading or AxisType.Auto not in call.mesh.axis_types
+        # No transformation of the pass itself needs varying axes, and `vmap(spmd_axis_name=...)` adds axes to them.
+        return _in_shard_map(self, leading, False) if is_known else _partitioned(self, len(leading))
+
+    def differentiable(self, leading: Leading) -> Callable[..., Sequence[Array]]:
+        """Returns the pass in `shard_map`, or of a single device."""
+        if self.call.info is None:
+            return _on_one_device(self, len(leading))
+        return _in_shard_map(self, leading, self.call.is_checked)
+
+    @property
+    def arguments(self) -> list[str]:
+        """The axes of the arguments, except for output rows that branches keep."""
+        optional = [name for name, there in zip((_IDS, _SEEDS), self.present, strict=True) if there]
+        residuals = [_QUERY, _LSE, _QUERY] if self.is_backward else []
+        return [_QUERY, _KEY, _KEY, *optional, *residuals]
+
+    @property
+    def results(self) -> list[str]:
+        """The axes of the results, except for output rows that branches keep."""
+        return [_QUERY, _KEY, _KEY] if self.is_backward else [_QUERY, _LSE]
+
+    def on_device(self, info: RingInfo | None, leading: int, *arrays: Array, keeps: bool) -> list[Array]:
+        """Runs the pass on the arrays of a device.
+
+        Args:
+            info: The ring, or None.
+            leading: Number of leading axes; they are merged with the batch.
+            *arrays: The arrays that `arguments` lists, and what branches kept.
+            keeps: Whether branches keep output rows with ``mixing="detached"``; otherwise they are computed anew.
+        """
+        shapes = [x.shape for x in arrays]
+        arrays = tuple(x.reshape(-1, *x.shape[leading + 1 :]) for x in arrays[: len(self.arguments)]) + tuple(
+            arrays[len(self.arguments) :]
+        )
+        found = iter(arrays)
+        query, key, value = (next(found) for _ in range(3))
+        ids = next(found) if self.present.ids else None
+        seeds = next(found) if self.present.seeds else None
+        check_positions(*query.shape[:2])
+        spec, shard = device_shard(self.call.spec, info, Shard(query, key, value, ids, seeds))
+        grouped = shard.query.shape
+        if not self.is_backward:
+            saved = vjp.forward(spec, shard)
+            kept = jax.tree.leaves(saved.kept) if keeps else []
+            return [saved.out.reshape(shapes[0]), saved.lse.reshape(shapes[0][:-1]), *kept]
+        out, lse, dout, *rows = found
+        of_branches: Any = []
+        if spec.pattern.mixing == "detached":
+            forward = functools.partial(vjp.forward, spec)
+            of_branches = (
+                jax.tree.unflatten(jax.tree.structure(jax.eval_shape(forward, shard).kept), rows)
+                if keeps
+                else (forward(shard).kept)
+            )
+        saved = vjp.Saved(shard, out.reshape(grouped), lse.reshape(grouped[:-1]), of_branches)
+        grads = vjp.backward(spec, saved, dout.reshape(grouped))
+        return [x.reshape(shape) for x, shape in zip(grads, shapes, strict=False)]
+
+
+# The functions below are cached, because JAX finds traced functions by their identity.
+
+
+@functools.lru_cache(maxsize=256)
+def _on_one_device(run: _Pass, leading: int) -> Callable[..., Sequence[Array]]:
+    return lambda *arrays: run.on_device(None, leading, *arrays, keeps=False)
+
+
+@functools.lru_cache(maxsize=256)
+def _in_shard_map(run: _Pass, leading: Leading, is_checked: bool) -> Callable[..., Sequence[Array]]:
+    call = run.call
+    used = tuple(axis for name in (*leading, *call.names().values()) for axis in axes(name))
+    everywhere = PartitionSpec(tuple(dict.fromkeys(used)) or None)  # rows that a device keeps for itself
+
+    def local(arrays: Sequence[Array], kept: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+        keeps = call.spec.pattern.mixing == "detached"
+        found = run.on_device(call.info, len(leading), *arrays, *kept, keeps=keeps)
+        return found[: len(run.results)], found[len(run.results) :]
+
+    sharded = jax.shard_map(
+        local,
+        mesh=call.mesh,
+        in_specs=([call.partition_spec(x, leading) for x in run.arguments], everywhere),
+        out_specs=([call.partition_spec(x, leading) for x in run.results], everywhere),
+        check_vma=is_checked,
+    )
+
+    def apply(*arrays: Array) -> list[Array]:
+        num = len(run.arguments)
+        found, kept = sharded(list(arrays[:num]), list(arrays[num:]))
+        return [*found, *kept]
+
+    return apply
+
+
+@functools.lru_cache(maxsize=256)
+def _partitioned(run: _Pass, leading: int) -> Callable[..., Sequence[Array]]:
+    """Returns the pass as an operation whose sharding the compiler chooses."""
+    partition = custom_partitioning(jax.jit(run.differentiable((None,) * leading)))  # jit hides constants
+    q_per_kv = run.call.spec.q_per_kv
+    heads = {"n": "(k g)" if q_per_kv > 1 else "k"}
+    factors = lambda array: " ".join([*(f"v{i}" for i in range(leading)), *(heads.get(x, x) for x in array.split())])  # noqa: E731
+    rule = f"{', '.join(map(factors, run.arguments))} -> {', '.join(map(factors, run.results))}"
+    is_split = run.call.spec.pattern.heads == "split"
+    whole = (*(("k",) if is_split else ()), *(("g",) if q_per_kv > 1 else ()), "h")  # in the order of the rule
+    partition.def_partition(
+        functools.partial(_partition, run, leading),
+        sharding_rule=rule,
+        need_replication_factors=whole,
+        **({"g": q_per_kv} if q_per_kv > 1 else {}),
+    )
+    return partition
+
+
+def _partition(
+    run: _Pass, leading: int, mesh: Mesh, arguments: Sequence[jax.ShapeDtypeStruct], results: object
+) -> tuple[Mesh, Callable[..., Sequence[Array]], list[NamedSharding], tuple[NamedSharding, ...]]:
+    """Returns the program of a device for the shardings that the compiler has chosen."""
+    del results  # sharded like the arguments
+    call, query, sharding = run.call, arguments[0], arguments[0].sharding
+    if not isinstance(sharding, NamedSharding):
+        raise ValueError(
+            "`query` must be sharded over a mesh that JAX knows of when it traces `dilated_attention`: use "
+            f"`jax.set_mesh(mesh)`, got {sharding}."
+        )
+    spec = [*sharding.spec, *(None,) * (query.ndim - len(sharding.spec))]
+    if call.info is None:
+        names = dict(zip("btn", spec[leading:], strict=False)) | {"k": spec[leading + 2]}
+        first = mesh.devices.flat[0]
+        info = _ring_info(mesh, device_of_kind(first.platform, first.device_kind), names["t"], names["k"])
+    else:
+        names, info = call.names(), call.info
+    taken = {axis for name in names.values() for axis in axes(name)}
+    front = [tuple(axis for axis in axes(name) if axis not in taken) for name in spec[:leading]]
+    _check_divides(mesh, dict(zip(("batch", "length"), query.shape[leading:], strict=False)), names)
+    place = lambda array: NamedSharding(mesh, PartitionSpec(*front, *(names.get(x) for x in array.split())))  # noqa: E731
+    local = functools.partial(run.on_device, info, leading, keeps=False)
+    return mesh, local, [place(x) for x in run.results], tuple(place(x) for x in run.arguments)
+
+
+def _ring_info(mesh: Mesh | AbstractMesh, device: str, sequence: AxisName | None, heads: AxisName | None) -> RingInfo:
+    """Returns the ring of a sequence and heads that are sharded over these axes, in contiguous order."""
+    size = lambda name: math.prod(mesh.shape[axis] for axis in axes(name))  # noqa: E731
+    return RingInfo(
+        axis_name=sequence or None,
+        axis_size=size(sequence),
+        layout="contiguous",
+        strategy="auto",
+        memory_budget=None,
+        head_axis=heads or None,
+        head_shards=size(heads),
+        device=device,
+        inner_devices=inner_size(sequence, dict(mesh.shape)) if sequence else None,
+    )
+
+
+def _check_divides(mesh: Mesh, sizes: dict[str, int], names: dict[str, AxisName | None]) -> None:
+    for (what, size), name in zip(sizes.items(), (names["b"], names["t"]), strict=True):
+        devices = math.prod(mesh.shape[axis] for axis in axes(name))
+        if size % devices:
+            raise ValueError(
+                f"`query` {what} must divide evenly over the {devices} devices of the mesh axes {axes(name)}, over "
+                f"which the compiler shards it, got {size}: pad it, or constrain the sharding of `query`."
+            )

@@ -1,0 +1,281 @@
+"""Sharded arrays under plain `jit`, `vmap` and rings: no collective but those of the plan, on both kinds of mesh."""
+
+import functools
+import logging
+import re
+from collections import Counter
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import QUICK, Case, available, slow_unless
+from flax import nnx
+from jax.sharding import AxisType
+
+import ringjax as rj
+from ringjax.models import next_token_targets
+from ringjax.nnx import DilatedSelfAttention
+
+CASE = Case(length=64, batch=4, kv_heads=4, q_per_kv=2, head_dim=8, segment_lengths=(16, 64), dilation_rates=(1, 4))
+AXES = ("data", "ring", "tensor")
+KINDS = {"auto": AxisType.Auto, "explicit": AxisType.Explicit}
+SPECS = {
+    "batch": ("data", None, None),
+    "heads": (None, None, "tensor"),
+    "sequence": (None, "ring", None),
+    "batch and sequence": ("data", "ring", None),
+    "all": AXES,
+}
+
+
+def mesh_of(kind, sizes=(2, 2, 2), names=AXES):
+    return jax.make_mesh(sizes, names, axis_types=(KINDS[kind],) * len(names))
+
+
+def collectives(compiled) -> Counter:
+    """Returns the collectives of a compiled program, with their result types."""
+    found = re.findall(r" = (.*?) (all-[a-z-]+|collective-[a-z-]+|reduce-scatter)\(", compiled.as_text())
+    return Counter(f"{name} {kind}" for kind, name in found)
+
+
+def attention(q, k, v, ring=None, implementation="xla", **options):
+    return rj.dilated_attention(
+        q, k, v, CASE.pattern, is_causal=True, ring=ring, implementation=implementation, **options
+    )
+
+
+def gradients(q, k, v, dout, **options):
+    return jax.vjp(functools.partial(attention, **options), q, k, v)[1](dout)
+
+
+def ring_for(mesh, spec):
+    return rj.Ring(mesh, axis_name=spec[1], batch_axis=spec[0], head_axis=spec[2])
+
+
+@functools.cache
+def expected():
+    """Returns the output and the gradients of the oracle."""
+    q, k, v, dout = CASE.arrays(np.float32)
+    out, vjp = jax.vjp(lambda *x: rj.reference_attention(*x, CASE.pattern, is_causal=True), q, k, v)
+    return out, vjp(dout)
+
+
+DEFAULT_ROWS = {
+    ("auto", "batch", "native"),
+    ("auto", "sequence", "xla"),
+    ("auto", "all", "native"),
+    ("explicit", "heads", "native"),
+    ("explicit", "batch and sequence", "xla"),
+    ("explicit", "batch", "xla"),
+}
+ROWS = [
+    pytest.param(kind, name, available(implementation), marks=slow_unless((kind, name, implementation) in DEFAULT_ROWS))
+    for kind in KINDS
+    for name in SPECS
+    for implementation in ("xla", "native")
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "implementation"), ROWS)
+def test_sharded_arrays_without_a_ring_run_the_program_of_a_ring(kind, name, implementation):
+    mesh, spec = mesh_of(kind), SPECS[name]
+    arrays = jax.device_put(CASE.arrays(np.float32), jax.NamedSharding(mesh, jax.P(*spec)))
+    out, grads = expected()
+    for f, operands, wanted in ((attention, arrays[:3], (out,)), (gradients, arrays, grads)):
+        run = functools.partial(f, implementation=implementation)
+        compiled = jax.jit(run).lower(*operands).compile(QUICK)
+        with_ring = jax.jit(functools.partial(run, ring=ring_for(mesh, spec))).lower(*operands).compile(QUICK)
+        assert collectives(compiled) == collectives(with_ring)
+        assert bool(collectives(compiled)) == ("ring" in spec)
+        results = jax.tree.leaves(compiled(*operands))
+        assert all(x.sharding.is_equivalent_to(operands[0].sharding, 4) for x in results)
+        chex.assert_trees_all_close(results, list(wanted), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("rule", "has_ids"), [("split", False), ("detached", True)])
+def test_other_calls_on_a_sharded_batch_equal_one_device(kind, rule, has_ids):
+    case = CASE._replace(rule=rule, ids=has_ids, seq_len=61, dropout_rate=0.3)
+    arrays = case.arrays(np.float32)
+    keywords = case.keywords()
+    f = lambda q, k, v, dout: jax.vjp(lambda *x: rj.dilated_attention(*x, case.pattern, **keywords), q, k, v)[1](dout)  # noqa: E731
+    alone = jax.jit(f, compiler_options=QUICK)(*arrays)
+    sharded = jax.device_put(arrays, jax.NamedSharding(mesh_of(kind), jax.P("data")))
+    compiled = jax.jit(f).lower(*sharded).compile(QUICK)
+    assert not collectives(compiled)
+    chex.assert_trees_all_close(compiled(*sharded), alone, atol=2e-6, rtol=2e-6)
+
+
+def test_sequence_that_does_not_divide_raises_instead_of_gathering():
+    mesh = mesh_of("auto", (4, 2), ("ring", "data"))
+    x = jax.device_put(jnp.ones((2, 62, 2, 8)), jax.NamedSharding(mesh, jax.P("data")))
+
+    def f(x):
+        x = jax.lax.with_sharding_constraint(x, jax.NamedSharding(mesh, jax.P("data", "ring")))
+        return attention(x, x, x)
+
+    with pytest.raises(Exception, match="length must divide evenly over the 4 devices"):
+        jax.jit(f).lower(x).compile(QUICK)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_differently_sharded_keys_on_an_explicit_mesh_raise_and_on_an_automatic_one_follow_queries(kind):
+    mesh = mesh_of(kind)
+    q, k, v, _ = CASE.arrays(np.float32)
+    q = jax.device_put(q, jax.NamedSharding(mesh, jax.P("data")))
+    k, v = jax.device_put((k, v), jax.NamedSharding(mesh, jax.P(None, None, "tensor")))
+    if kind == "explicit":
+        with pytest.raises(ValueError, match="`key` must be sharded like `query` over an explicit mesh"):
+            jax.jit(attention)(q, k, v)
+    else:
+        chex.assert_trees_all_close(jax.jit(attention, compiler_options=QUICK)(q, k, v), expected()[0], atol=2e-6)
+
+
+# ---------------------------------------------------------------------------------------------------------------- vmap
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("has_ring", "name"),
+    [(False, None), (False, "data"), (True, None), (True, "data")],
+    ids=["shards", "shards, spmd_axis_name", "ring", "ring, spmd_axis_name"],
+)
+def test_vmap_over_examples_keeps_the_batch_sharded(kind, has_ring, name):
+    mesh = mesh_of(kind)
+    ring = rj.Ring(mesh) if has_ring else None
+    one = lambda *x: attention(*(a[None] for a in x), ring=ring)[0]  # noqa: E731
+    f = lambda q, k, v, dout: jax.vjp(jax.vmap(one, spmd_axis_name=name), q, k, v)[1](dout)  # noqa: E731
+    sharding = jax.NamedSharding(mesh, jax.P("data", "ring" if has_ring else None))
+    arrays = jax.device_put(CASE.arrays(np.float32), sharding)
+    compiled = jax.jit(f).lower(*arrays).compile(QUICK)
+    assert {x.split()[0] for x in collectives(compiled)} == ({"all-to-all"} if has_ring else set())
+    results = compiled(*arrays)
+    assert all(x.sharding.is_equivalent_to(sharding, 4) for x in results)
+    chex.assert_trees_all_close(results, expected()[1], atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nested_vmap_keeps_the_batch_sharded(kind):
+    mesh = mesh_of(kind)
+    one = lambda *x: attention(*(a[None] for a in x), ring=rj.Ring(mesh))[0]  # noqa: E731
+    arrays = [x.reshape(2, 2, *x.shape[1:]) for x in CASE.arrays(np.float32)[:3]]
+    arrays = jax.device_put(arrays, jax.NamedSharding(mesh, jax.P("data", None, "ring")))
+    compiled = jax.jit(jax.vmap(jax.vmap(one))).lower(*arrays).compile(QUICK)
+    assert {x.split()[0] for x in collectives(compiled)} == {"all-to-all"}
+    out = compiled(*arrays)
+    assert out.sharding.is_equivalent_to(arrays[0].sharding, 5)
+    chex.assert_trees_all_close(np.asarray(out).reshape(expected()[0].shape), expected()[0], atol=2e-6)
+
+
+# --------------------------------------------------------------------------------------------------------------- rings
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ring_of_batch_and_heads_alone_sends_nothing(kind):
+    mesh = mesh_of(kind, (2, 4), ("data", "tensor"))
+    ring = rj.Ring(mesh, axis_name=None, batch_axis="data", head_axis="tensor")
+    arrays = [ring.shard(x) for x in CASE.arrays(np.float32)]
+    compiled = jax.jit(functools.partial(gradients, ring=ring)).lower(*arrays).compile(QUICK)
+    assert not collectives(compiled)
+    chex.assert_trees_all_close(compiled(*arrays), expected()[1], atol=2e-6, rtol=2e-6)
+
+
+def test_ring_of_a_mesh_without_its_axis_names_the_remedy():
+    with pytest.raises(
+        ValueError, match=r"`axis_name` must name axes of the mesh .*None if the sequence is not sharded"
+    ):
+        rj.Ring(jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]), batch_axis="data")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_shard_and_unshard_invert_each_other_in_and_outside_of_jit(kind, layout):
+    ring = rj.Ring(mesh_of(kind), layout=layout, batch_axis="data", head_axis="tensor")
+    stored = rj.to_layout(x := np.arange(2 * 61 * 2 * 3).reshape(2, 61, 2, 3), layout, 2)
+    for given in (x, jnp.asarray(x)):
+        found = ring.shard(given, seq_len=61)
+        assert found.sharding.spec == jax.P("data", "ring", "tensor")
+        np.testing.assert_array_equal(found, stored)
+        np.testing.assert_array_equal(ring.unshard(found, length=61), x)
+    whole = jax.device_put(x, jax.NamedSharding(ring.mesh, jax.P()))
+    traced = jax.jit(lambda x: ring.shard(x, seq_len=61), compiler_options=QUICK)(whole)
+    assert traced.sharding.is_equivalent_to(jax.NamedSharding(ring.mesh, jax.P("data", "ring", "tensor")), 4)
+    np.testing.assert_array_equal(traced, stored)
+    np.testing.assert_array_equal(ring.positions(61), rj.positions(layout, ring.stored_length(61), 2))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"x": [1, 2]}, "`x` must be an array, got list"),
+        ({"x": np.ones((3, 8))}, "batch of `x` must divide evenly over the 2 devices of `batch_axis` 'data', got 3"),
+        ({"x": np.ones((2, 8, 3, 1))}, "heads of `x` must divide evenly over the 2 devices of `head_axis`"),
+        ({"x": np.ones(8)}, "`axis` must be 0 or 1 and an axis of `x`, got 1"),
+        ({"x": np.ones((2, 8)), "axis": 2}, "`axis` must be 0 or 1 and an axis of `x`, got 2"),
+        ({"x": np.ones((2, 7)), "seq_len": 6}, "`seq_len` must be the length of `x`, 7, got 6"),
+        ({"x": np.ones((2, 7), np.uint8), "fill": -1}, "`fill` must be a number that uint8 can hold"),
+    ],
+)
+def test_arguments_of_shard_that_raise(arguments, message):
+    ring = rj.Ring(mesh_of("auto"), batch_axis="data", head_axis="tensor")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        ring.shard(**arguments)
+
+
+# ------------------------------------------------------------------------------------------------------------ mistakes
+
+
+@pytest.fixture
+def ring():
+    return rj.Ring(mesh_of("auto", (4, 2), ("ring", "data")), layout="zigzag", debug=True)
+
+
+@pytest.fixture
+def warned(caplog):
+    """Returns a function that returns the run-time warnings so far."""
+    caplog.set_level(logging.WARNING)
+
+    def texts():
+        jax.effects_barrier()
+        return [x.getMessage() for x in caplog.records if x.getMessage().startswith("ringjax")]
+
+    return texts
+
+
+def test_padding_without_a_length_warns(ring):
+    with pytest.warns(UserWarning, match="`x` is padded from length 61 to 64: pass `seq_len=61` to the attention"):
+        ring.shard(np.ones((2, 61)))
+
+
+def test_documents_that_are_not_laid_out_are_reported(ring, warned):
+    ids = np.repeat(np.arange(4, dtype=np.int32), 16)[None] + np.zeros((4, 1), np.int32)
+    q, k, v = (ring.shard(x) for x in CASE.arrays(np.float32)[:3])
+    f = jax.jit(lambda ids: attention(q, k, v, ring=ring, segment_ids=ids), compiler_options=QUICK)
+    f(ring.shard(ids, fill=-1))
+    assert not warned()
+    f(jnp.asarray(ids))
+    assert any("`segment_ids`: 4 values are not in the layout of the ring" in x for x in warned())
+
+
+def test_positions_that_are_not_laid_out_are_reported(ring, warned):
+    options = {"is_causal": True, "positions": "rotary", "ring": ring}
+    layer = DilatedSelfAttention(2, 16, CASE.pattern, **options, rngs=nnx.Rngs(0))
+    x = ring.shard(np.ones((1, 64, 16), np.float32))
+    layer(x, positions=ring.positions(64))
+    assert not warned()
+    layer(x, positions=jnp.arange(64, dtype=jnp.int32))
+    assert any("values are not in the layout of the ring (use `ring.positions`" in x for x in warned())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_targets_of_a_ring_are_those_of_the_sequence(layout):
+    ring = rj.Ring(mesh_of("auto"), layout=layout)
+    tokens = np.arange(100, 161, dtype=np.int32)[None]
+    ids = np.repeat(np.arange(3, dtype=np.int32), [20, 30, 11])[None]
+    wanted = next_token_targets(tokens, ids)
+    stored = ring.shard(tokens, seq_len=61), ring.shard(ids, fill=-1)
+    for f in (next_token_targets, jax.jit(next_token_targets, static_argnames=("seq_len", "ring"))):
+        found = f(*stored, seq_len=61, ring=ring)
+        chex.assert_trees_all_equal(tuple(ring.unshard(x, length=61) for x in found), wanted)
