@@ -19,8 +19,6 @@ from ringjax._src.kernels.dispatch import Implementation
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import check_bool, check_instance, check_key
 
-_KERNEL_INIT, _BIAS_INIT = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
-
 
 class DilatedSelfAttention(nnx.Module):
     """Dilated self-attention layer with projections, on one device or on a ring.
@@ -83,8 +81,8 @@ class DilatedSelfAttention(nnx.Module):
         use_bias: bool = True,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        kernel_init: Initializer = _KERNEL_INIT,
-        bias_init: Initializer = _BIAS_INIT,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        bias_init: Initializer = nnx.initializers.zeros_init(),
         ring: Ring | None = None,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
