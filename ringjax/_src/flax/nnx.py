@@ -14,6 +14,7 @@ from jaxtyping import Float, Int
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode import DecodeCache
+from ringjax._src.flax.placement import on_mesh
 from ringjax._src.flax.self_attention import Initializer, PositionKind, SelfAttention, check_layer, self_attention
 from ringjax._src.kernels.dispatch import Implementation
 from ringjax._src.pattern import DilationPattern
@@ -162,16 +163,17 @@ class DilatedSelfAttention(nnx.Module):
         """
         self.core.check_call(x, positions, segment_ids, seq_len)
         dropout_rng = self._dropout_rng(self.deterministic if deterministic is None else deterministic, rngs)
+        layer = on_mesh(self, self.core.ring, x)
         attended = self.core(
-            self.query(x),
-            self.key(x),
-            self.value(x),
+            layer.query(x),
+            layer.key(x),
+            layer.value(x),
             positions=positions,
             segment_ids=segment_ids,
             seq_len=seq_len,
             dropout_rng=dropout_rng,
         )
-        return self._projected(attended)
+        return layer._projected(attended)
 
     def prefill(
         self, x: Float[Array, "B T in_features"], cache: DecodeCache, lengths: Int[ArrayLike, " B"] | None = None
@@ -189,8 +191,9 @@ class DilatedSelfAttention(nnx.Module):
                 or `x` or `lengths` has another shape.
         """
         self.core.check_decoding(x, cache, "lengths", lengths)
-        attended, cache = self.core.prefill(self.query(x), self.key(x), self.value(x), cache, lengths)
-        return self._projected(attended), cache
+        layer = on_mesh(self, self.core.ring, x)
+        attended, cache = self.core.prefill(layer.query(x), layer.key(x), layer.value(x), cache, lengths)
+        return layer._projected(attended), cache
 
     def extend(
         self, x: Float[Array, "B n in_features"], cache: DecodeCache, counts: Int[ArrayLike, " B"] | None = None
@@ -207,8 +210,9 @@ class DilatedSelfAttention(nnx.Module):
                 shape.
         """
         self.core.check_decoding(x, cache, "counts", counts)
-        attended, cache = self.core.extend(self.query(x), self.key(x), self.value(x), cache, counts)
-        return self._projected(attended, over_ring=False), cache
+        layer = on_mesh(self, self.core.ring, x)
+        attended, cache = self.core.extend(layer.query(x), layer.key(x), layer.value(x), cache, counts)
+        return layer._projected(attended, over_ring=False), cache
 
     def _projected(self, attended: Array, over_ring: bool = True) -> Array:
         """Applies the optional layer norm and the output projection to the attention (batch..., length, heads, dim)."""
