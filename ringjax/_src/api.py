@@ -65,8 +65,10 @@ def dilated_attention(
             ``1 - dropout_rate``. The mask depends only on `dropout_rng`, batch entry, head, query, key and branch, so
             it is the same on every ring and in every layout. Dropout always runs in plain XLA.
         dropout_rng: A `jax.random` key; required if `dropout_rate` is above 0.
-        ring: The devices that share the sequence, or None for a single device. With a ring, all arrays are in the
-            ring's layout (see `to_layout`) and stay sharded over it.
+        ring: The devices that share the sequence. With a ring, all arrays are in its layout (see `Ring.shard`) and stay
+            sharded over it. Without one, arrays on several devices are computed where they are: a sharded batch or
+            sharded heads need no communication, and a sharded sequence is in sequence order. Under `jax.jit`, the
+            arrays must have been placed on the devices, or their mesh set by `jax.set_mesh`.
         implementation: None selects the kernels of the platform that the program runs on where they apply, and plain
             XLA elsewhere (see `plan`). ``"xla"``, ``"pallas"`` (TPU and GPU) and ``"native"`` (CPU, compiled on first
             use) force one implementation. ``"interpret_tpu"`` and ``"interpret_gpu"`` interpret the Pallas kernels on
