@@ -167,15 +167,13 @@ def _zero_keys(branch: Branch, p: Array, lengths: Array) -> Array:
     A segment of w positions is filled up to a multiple of the rate. Each head selects the same number of slots there;
     a slot after the end of the segment or of the sequence holds zeros.
     """
-    w, r = jnp.minimum(branch.segment_length, lengths)[:, None, None], branch.rate  # (B, 1, 1)
-    offsets, p = jnp.array(branch.offsets, int)[None, :, None], p[None, None, :]
-    is_selected = (p % jnp.maximum(w, 1)) % r == offsets
-    inside = offsets[..., None] + r * jnp.arange(-(-branch.segment_length // r))  # of each slot, (1, K, 1, slots)
-    exists = inside < (-(-w // r) * r)[..., None]
-    is_zero = (inside >= w[..., None]) | (
-        (p // jnp.maximum(w, 1) * w)[..., None] + inside >= lengths[:, None, None, None]
-    )
-    return jnp.where(is_selected, (exists & is_zero).sum(-1), 0)
+    lengths, p, r = lengths[:, None, None, None], p[None, None, :, None], branch.rate
+    w = jnp.clip(lengths, 1, branch.segment_length)  # a shorter sequence is one segment
+    offsets = jnp.array(branch.offsets, int)[None, :, None, None]
+    slots = jnp.arange(-(-branch.segment_length // r))[None, None, None] * r + offsets  # positions in the segment
+    exists = slots < -(-w // r) * r
+    is_zero = (slots >= w) | (p // w * w + slots >= lengths)
+    return (exists & is_zero & (p % w % r == offsets)).sum(axis=-1)
 
 
 def _factors(rate: float, rng: Array | None, shape: AttentionShape, branch: int, p: Array, acc: jnp.dtype) -> Array:

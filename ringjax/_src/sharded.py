@@ -28,6 +28,7 @@ from ringjax._src.batched_call import Leading, batched_call
 from ringjax._src.branches.protocol import Shard
 from ringjax._src.comm.devices import device_of_kind
 from ringjax._src.comm.mesh import Ring, RingInfo, abstract_device, axes, explicit_axes, inner_size, reshard_explicit
+from ringjax._src.comm.ordering import after
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.device_shard import device_shard, narrow_ids, ring_spec
 from ringjax._src.planning.plan import checked_plan
@@ -264,7 +265,10 @@ class _Pass:
         if dsink is None:
             return grads
         dsink = dsink.reshape(shapes[2 + sum(self.present)])
-        return [*grads, dsink if spec.axis_name is None else lax.psum(dsink, spec.axis_name)]
+        if spec.axis_name is None:
+            return [*grads, dsink]
+        dsink = lax.psum(dsink, spec.axis_name)
+        return [*after(grads, dsink, spec.axis_name), dsink]
 
 
 # The functions below are cached, because JAX finds traced functions by their identity.

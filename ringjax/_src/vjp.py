@@ -15,7 +15,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ringjax._src import online_softmax as softmax
-from ringjax._src.branches.extra_keys import joint_start, sequence_lengths
+from ringjax._src.branches.extra_keys import count_lengths, joint_start
 from ringjax._src.branches.protocol import InFlight, Kept, Shard
 from ringjax._src.branches.registry import make_branches, ordered_axis
 from ringjax._src.comm.ordering import after
@@ -72,10 +72,9 @@ def count_tiles(spec: AttentionSpec, shard: Shard) -> Array:
 
 def forward(spec: AttentionSpec, shard: Shard) -> Saved:
     """Computes the output of this device's queries, and what the backward pass needs."""
-    saved = shard
     branches = make_branches(spec, shard)
-    axis_name = ordered_axis(spec, branches)
-    shard = shard._replace(lengths=sequence_lengths(spec, shard.ids))
+    axis_name, given = ordered_axis(spec, branches), shard
+    shard = count_lengths(spec, given, ordered_axis(spec, branches, others=1))
     in_flight: list[InFlight] = []
     for branch in branches:
         with jax.named_scope(branch.name):
@@ -91,7 +90,7 @@ def forward(spec: AttentionSpec, shard: Shard) -> Saved:
             kept.append(jax.tree.map(lambda x: checkpoint_name(x.astype(shard.query.dtype), "ringjax_out"), rows))
     out = (merged.out / spec.attend_config.output_divisor).astype(shard.query.dtype)
     lse = checkpoint_name(merged.lse, "ringjax_lse")
-    return Saved(saved, checkpoint_name(out, "ringjax_out"), lse, kept)
+    return Saved(given, checkpoint_name(out, "ringjax_out"), lse, kept)
 
 
 def _attention_fwd(
@@ -135,8 +134,11 @@ def backward(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None)
         with jax.named_scope(f"{branch.name}_bwd"):
             grads = branch.finish_bwd(shard, residuals, rows, sent, grads)
     dq, dk, dv = (x.astype(shard.query.dtype) for x in (grads.query, *grads.kv))
-    dsink = None if shard.sink is None else -(jnp.exp(shard.sink[:, None] - residuals.lse) * residuals.delta).sum(1)
-    return InputGrads(dq, dk, dv, dsink)
+    if shard.sink is None:
+        return InputGrads(dq, dk, dv, None)
+    dsink = -jnp.sum(jnp.exp(shard.sink[:, None] - residuals.lse) * residuals.delta, axis=1)
+    # devices add their shares, which must not overlap with the communication of a branch
+    return InputGrads(dq, dk, dv, after(dsink, grads, ordered_axis(spec, branches, others=1)))
 
 
 def _residuals(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None) -> Residuals:

@@ -124,7 +124,7 @@ def _memory(job: PlanOptions, plan: Plan) -> Iterator[Finding]:
 
 def sent_by(plan: Plan) -> int:
     """Returns the bytes that each device sends in the forward and backward pass."""
-    return sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
+    return sum(m.sent for x in (plan, *plan.branches) for m in x.forward + x.backward)
 
 
 def best_choice(job: PlanOptions) -> Choice:
