@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Literal, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,18 @@ from jaxtyping import Float, Int
 
 from ringjax._src import dropout
 from ringjax._src.online_softmax import accumulator
-from ringjax._src.options import AttentionOptions
 from ringjax._src.pattern import Branch, DilationPattern
 from ringjax._src.validation import AttentionShape, check_dropout, check_extra_keys, check_inputs, shown
 
 
-class _Options(AttentionOptions, total=False):
+class _Options(TypedDict, total=False):
+    is_causal: bool
+    segment_ids: Int[Array, "B T"] | None
+    seq_len: int | None
+    scale: float | None
+    dropout_rate: float
+    dropout_rng: Array | None
+    sink_logits: Float[Array, " N"] | None
     rows: Int[ArrayLike, " R"] | None
 
 
