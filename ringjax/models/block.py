@@ -56,6 +56,7 @@ class Block(nnx.Module):
             positions=config.positions,
             sub_norm=config.sub_norm,
             norm_epsilon=config.norm_epsilon,
+            sinks=config.sinks,
             dropout_rate=config.attention_dropout_rate,
             use_bias=config.use_bias,
             dtype=config.dtype,

@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ringjax._src.flax.self_attention import PositionKind, check_head_dim
+from ringjax._src.flax.self_attention import PositionKind, check_head_dim, check_sinks
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import (
     MOST_HEADS,
@@ -43,6 +43,7 @@ class LongNetConfig:
         hidden_features: Width of the feed-forward layers, ``4 * features`` by default.
         positions: ``"rotary"``, ``"xpos"`` (decoders only, at most 65,536 positions) or None.
         sub_norm: Whether to normalize again before the output projection of attention and feed-forward layers.
+        sinks: Whether attention heads have learned sinks, see `ringjax.nnx.DilatedSelfAttention`.
         use_bias: Whether projections have a bias.
         tie_embeddings: Whether the output projection shares the weights of the token embedding.
         norm_epsilon: Epsilon added to the variance in all norms.
@@ -54,8 +55,8 @@ class LongNetConfig:
 
     Raises:
         ValueError: If a size is not a positive integer, `num_kv_heads` does not divide `num_heads`, `features` is not a
-            multiple of `num_heads` without a `head_dim`, `positions` or a dtype is unknown, a rate is not in [0, 1), or
-            a parameter would be too large to allocate.
+            multiple of `num_heads` without a `head_dim`, `positions` or a dtype is unknown, a rate is not in [0, 1),
+            `sinks` are used with ``mixing="detached"``, or a parameter would be too large to allocate.
 
     Example:
         >>> import ringjax as rj
@@ -76,6 +77,7 @@ class LongNetConfig:
     hidden_features: int | None = None
     positions: PositionKind | None = "rotary"
     sub_norm: bool = True
+    sinks: bool = False
     use_bias: bool = False
     tie_embeddings: bool = True
     norm_epsilon: float = 1e-6
@@ -92,6 +94,7 @@ class LongNetConfig:
         check_heads(self.num_heads, self.num_kv_heads)
         for name in ("vocab_size", "input_features", "hidden_features"):
             check_optional(check_int, name, getattr(self, name), 1, MOST_POSITIONS)
+        check_sinks(self.sinks, self.pattern)
         for name in ("sub_norm", "use_bias", "tie_embeddings", "remat", "scan_layers"):
             check_bool(name, getattr(self, name))
         if self.head_dim is None and self.features % self.num_heads:
