@@ -334,7 +334,7 @@ def test_gradients_of_a_layer_need_no_placement_of_its_parameters(framework):
     x = np.random.default_rng(0).normal(size=(2, 64, 16)).astype(np.float32)
 
     def run(ring, x):
-        options = {"is_causal": True, "sub_norm": True, "ring": ring}
+        options = {"is_causal": True, "sub_norm": True, "sinks": True, "ring": ring}
         if framework == "linen":
             alone = linen.DilatedSelfAttention(2, CASE.pattern, **(options | {"ring": None}))
             params = alone.init(jax.random.key(0), jnp.ones((1, 64, 16)))

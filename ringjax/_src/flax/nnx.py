@@ -198,9 +198,8 @@ class DilatedSelfAttention(nnx.Module):
         """
         self.core.check_decoding(x, cache, "lengths", lengths)
         layer = on_mesh(self, self.core.ring, x)
-        attended, cache = self.core.prefill(
-            layer.query(x), layer.key(x), layer.value(x), cache, lengths, layer._sinks()
-        )
+        projected = layer.query(x), layer.key(x), layer.value(x)
+        attended, cache = self.core.prefill(*projected, cache, lengths, layer._sinks())
         return layer._projected(attended), cache
 
     def extend(
@@ -219,7 +218,8 @@ class DilatedSelfAttention(nnx.Module):
         """
         self.core.check_decoding(x, cache, "counts", counts)
         layer = on_mesh(self, self.core.ring, x)
-        attended, cache = self.core.extend(layer.query(x), layer.key(x), layer.value(x), cache, counts, layer._sinks())
+        projected = layer.query(x), layer.key(x), layer.value(x)
+        attended, cache = self.core.extend(*projected, cache, counts, layer._sinks())
         return layer._projected(attended, over_ring=False), cache
 
     def _sinks(self) -> Array | None:
