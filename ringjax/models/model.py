@@ -104,7 +104,7 @@ class LongNetDecoder(BlockStack):
                 padding, where any value is allowed.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
             positions: Position of each token; by default its index in the sequence.
-            dropout_rng: A key for attention dropout; without a key, or after `eval()`, there is no dropout.
+            dropout_rng: A key for dropout and drop path; without a key, there is neither.
 
         Raises:
             ValueError: If an array has the wrong shape or dtype, or `seq_len` exceeds the length of `tokens`.
@@ -141,13 +141,14 @@ class LongNetDecoder(BlockStack):
         batch, length = tokens.shape
         core, is_real = self.blocks.attention.core, None
         core.check_prompt(length, check_int("max_len", max_len, most=MOST_POSITIONS), lengths)
+        self.check_placement(max_len)
         if lengths is not None:
             ends = jnp.asarray(check_counts("lengths", lengths, batch, length))
             is_real = stored_positions(self.ring, length)[None] < ends[:, None]
         empty = self._empty_cache(batch, max_len)
         x = lookup(self.embed, "tokens", tokens, is_real, self.sharding())
         x, stacked = self.run(lambda block, x, _: block.prefill(x, empty, lengths), x)
-        return self._logits(self.norm(x)), tuple(tree_index(stacked, i) for i in range(self.config.num_layers))
+        return self._logits(self.normalized(x)), tuple(tree_index(stacked, i) for i in range(self.config.num_layers))
 
     def extend(
         self,
@@ -186,7 +187,7 @@ class LongNetDecoder(BlockStack):
         for i, cache in enumerate(caches):
             x, cache = nnx.merge(graph, tree_index(state, i)).extend(x, cache, counts)  # noqa: PLW2901
             after.append(cache)
-        return self._logits(self.norm(x)), tuple(after)
+        return self._logits(self.normalized(x)), tuple(after)
 
     def generate(
         self,
