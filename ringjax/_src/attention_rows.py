@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import operator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
@@ -64,40 +63,83 @@ def attention_rows(
         >>> bool(abs(weights.sum(-1) - 1).max() < 1e-5)
         True
     """
+    return row_weights(
+        query,
+        key,
+        lse,
+        pattern,
+        rows=rows,
+        is_causal=is_causal,
+        segment_ids=segment_ids,
+        seq_len=seq_len,
+        scale=scale,
+    )[0]
+
+
+def row_weights(
+    query: Array,
+    key: Array,
+    lse: Array,
+    pattern: DilationPattern,
+    *,
+    rows: ArrayLike,
+    is_causal: bool = False,
+    segment_ids: Array | None = None,
+    seq_len: int | None = None,
+    scale: float | None = None,
+) -> tuple[Array, Array]:
+    """Computes the weights (B, R, N, T) of all keys, as `attention_rows`, and those (B, R, N) of all zero keys."""
     shape = check_inputs(query, key, key, pattern, is_causal, segment_ids, seq_len, scale)
     _check_lse(lse, query.shape[:3])
-    p = _check_rows(rows, shape.stored_length)
-    s = jnp.arange(shape.stored_length, dtype=p.dtype)
+    p = jnp.asarray(check_rows("rows", rows, shape.stored_length))
     acc = accumulator(query.dtype)
     chosen = jnp.take(query, p, axis=1, mode="clip").astype(acc) * shape.scale
     chosen = chosen.reshape(*chosen.shape[:2], shape.kv_heads, shape.q_per_kv, shape.dim)
     scores = jnp.einsum("brkgh,bskh->brkgs", chosen, jnp.asarray(key).astype(acc), precision="highest")
-    totals = jnp.take(lse, p, axis=1, mode="clip").astype(acc).reshape(scores.shape[:-1])
+    totals = for_backward(jnp.take(lse, p, axis=1, mode="clip").astype(acc)).reshape(scores.shape[:-1])
 
-    visible = ((p >= 0) & (p < shape.length))[None, :, None] & (s < shape.length)[None, None]  # (B or 1, R, T)
+    s = jnp.arange(shape.stored_length, dtype=p.dtype)
+    ids = jnp.where(s < shape.length, 0 if segment_ids is None else jnp.asarray(segment_ids), -1)
+    ids = jnp.broadcast_to(ids, (shape.batch, shape.stored_length))
+    own = jnp.where((p >= 0) & (p < shape.length), jnp.take(ids, p, axis=1, mode="clip"), -1)[:, :, None]
+    is_visible = (own == ids[:, None]) & (own >= 0)  # (B, R, T)
     if is_causal:
-        visible = visible & (s[None, None] <= p[None, :, None])
-    if segment_ids is not None:
-        ids = jnp.asarray(segment_ids)
-        own = jnp.take(ids, p, axis=1, mode="clip")[:, :, None]
-        visible = visible & (own == ids[:, None]) & (own >= 0)
+        is_visible = is_visible & (s[None, None] <= p[None, :, None])
     branches = pattern.branches(shape.kv_heads, shape.length)
     counts = functools.reduce(operator.add, (_selected(b, shape.kv_heads, p, s) for b in branches))
-    counts = jnp.where(visible[:, :, None], counts[None], 0)[:, :, :, None]  # (B or 1, R, K, 1, T)
-    scores = jnp.where(counts > 0, scores, -jnp.inf)  # padding may contain NaN
-    weights = counts.astype(acc) * jnp.exp(scores - for_backward(totals)[..., None])
-    return weights.reshape(*weights.shape[:2], -1, shape.stored_length)
+    counts = jnp.where(is_visible[:, :, None], counts[None], 0)  # (B, R, K, T)
+    scores = jnp.where(counts[:, :, :, None] > 0, scores, -jnp.inf)  # padding may contain NaN
+    weights = counts[:, :, :, None].astype(acc) * jnp.exp(scores - totals[..., None])
+
+    zeros = jnp.zeros_like(counts[..., 0])
+    if pattern.padding == "zeros" and not is_causal:
+        lengths = (ids >= 0).sum(axis=1, dtype=jnp.int32)
+        slots = functools.reduce(operator.add, (_slots(b, shape.kv_heads, p, lengths) for b in branches))
+        zeros = jnp.where(own >= 0, slots - counts.sum(axis=-1, dtype=jnp.int32), 0)
+    zero_weights = zeros[..., None].astype(acc) * jnp.exp(-totals)
+    return weights.reshape(*weights.shape[:2], -1, shape.stored_length), zero_weights.reshape(*weights.shape[:2], -1)
 
 
 def _selected(branch: Branch, kv_heads: int, p: Array, s: Array) -> Array:
     """Returns 1 where a branch selects query `p` and key `s` in the same segment, otherwise 0: (R, K, T)."""
-    w, r = branch.segment_length, branch.rate
-    offsets = np.full(kv_heads, -1)  # selects nothing
-    offsets[branch.first_head : branch.first_head + branch.num_heads] = branch.offsets
-    of_head = jnp.asarray(offsets, p.dtype)[None, :, None]
+    w, r, offsets = branch.segment_length, branch.rate, _offsets(branch, kv_heads)[None, :, None]
     at, key = p[:, None, None], s[None, None]
-    is_selected = (at % w % r == of_head) & (key % w % r == of_head) & (at // w == key // w)
+    is_selected = (at % w % r == offsets) & (key % w % r == offsets) & (at // w == key // w)
     return is_selected.astype(jnp.int32)
+
+
+def _slots(branch: Branch, kv_heads: int, p: Array, lengths: Array) -> Array:
+    """Counts the keys of a padded segment of sequences of these lengths, 0 where `p` is not selected: (B, R, K)."""
+    is_selected = p[:, None] % branch.segment_length % branch.rate == _offsets(branch, kv_heads)[None]
+    num_keys = -(-jnp.minimum(branch.segment_length, lengths) // branch.rate)
+    return jnp.where(is_selected[None], num_keys[:, None, None], 0)
+
+
+def _offsets(branch: Branch, kv_heads: int) -> Array:
+    """Returns the offset of each key/value head, -1 for those that do not run the branch."""
+    offsets = np.full(kv_heads, -1)
+    offsets[branch.first_head : branch.first_head + branch.num_heads] = branch.offsets
+    return jnp.asarray(offsets, jnp.int32)
 
 
 def _check_lse(lse: object, shape: tuple[int, ...]) -> None:
@@ -106,10 +148,10 @@ def _check_lse(lse: object, shape: tuple[int, ...]) -> None:
         raise ValueError(f"`lse` must have shape (batch, length, heads) = {shape}, got {given}.")
 
 
-def _check_rows(rows: object, length: int) -> Array:
-    """Checks positions below `length`, as far as they are known, and returns them."""
-    given = check_integers("rows", rows, "(number of rows)")
-    found = None if isinstance(given, jax.core.Tracer) else known(given)
+def check_rows(name: str, rows: object, length: int) -> np.ndarray | Array:
+    """Checks a list of positions below `length`, as far as they are known, and returns them as int32."""
+    given = check_integers(name, rows, f"(number of {name})")
+    found = known(given)
     if found is not None and (found.min() < 0 or found.max() >= length):
-        raise ValueError(f"`rows` must be positions from 0 to {length - 1}, got {shown(found.tolist())}.")
-    return jnp.asarray(given).astype(jnp.int32)
+        raise ValueError(f"`{name}` must be positions from 0 to {length - 1}, got {shown(found.tolist())}.")
+    return given.astype(np.int32)

@@ -9,20 +9,23 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax import Array, lax
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int, Real
 
 from ringjax._src import debug
+from ringjax._src.attention_rows import check_rows
 from ringjax._src.comm.mesh import Ring, stored_positions
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import check_bool, check_choice, check_int, check_key, check_optional
+from ringjax.models.attention_map import AttentionMap, layer_weights, rollout
 from ringjax.models.block import Block, check_model, tree_index
 from ringjax.models.config import LongNetConfig
 from ringjax.models.gigapath import convert_gigapath
 from ringjax.models.model import LongNetEncoder
-from ringjax.models.slide_inputs import SlideInputs, position_embedding, prepare, warn_if_misplaced
+from ringjax.models.slide_inputs import SlideInputs, position_embedding, prepare, segment_ids, warn_if_misplaced
 from ringjax.models.weights import load_params
 
 Pool = Literal["cls", "mean"]
@@ -213,12 +216,73 @@ class SlideEncoder(nnx.Module):
         query, key, lse = (x[:, : tiles.shape[1] + 1] for x in found)
         return query, key, lse
 
+    def attention_map(
+        self,
+        tiles: Float[Array, "B L input_features"],
+        coordinates: Real[Array, "B L 2"],
+        lengths: Int[ArrayLike, " B"] | None = None,
+        *,
+        queries: Int[ArrayLike, " R"] | None = None,
+        tile_size: float = 256,
+    ) -> AttentionMap:
+        """Computes the attention weights of the CLS token, or of chosen tiles, in all layers and heads.
+
+        The weights are exact. In a layer and head, a query attends to the tiles of its segments only, so many weights
+        are 0; see `attention_rollout` for a map over all layers.
+
+        Args:
+            tiles, coordinates, lengths, tile_size: As in a call.
+            queries: Indices of tiles whose weights are computed, the same in all slides; the CLS token by default.
+
+        Returns:
+            The weights of the tiles (B, R, num_layers, N, L), of the CLS token and of zero keys, with R = 1 for the CLS
+            token.
+
+        Raises:
+            ValueError: As in a call, or if `queries` are not indices of tiles.
+        """
+        rows = np.zeros(1, np.int32) if queries is None else 1 + check_rows("queries", queries, tiles.shape[1])
+        inputs = self._prepare(tiles, coordinates, lengths, tile_size)
+        weights, zero_keys = layer_weights(*nnx.split(self), inputs, rows, debug.is_enabled())
+        weights, zero_keys = (jnp.moveaxis(x, 0, 2) for x in (weights, zero_keys))
+        return AttentionMap(weights[..., 1 : tiles.shape[1] + 1], weights[..., 0], zero_keys)
+
+    def attention_rollout(
+        self,
+        tiles: Float[Array, "B L input_features"],
+        coordinates: Real[Array, "B L 2"],
+        lengths: Int[ArrayLike, " B"] | None = None,
+        *,
+        pool: Pool = "cls",
+        tile_size: float = 256,
+    ) -> Float[Array, "B L"]:
+        """Computes how much of the slide embedding comes from each tile through the attention of all layers.
+
+        This is [attention rollout](https://arxiv.org/abs/2005.00928): each layer keeps half of what a row holds, and
+        takes the other half from the rows that it attends to, by the mean weight of all heads. Values, feed-forward
+        layers and norms do not count. Computed exactly, in linear time, in about the time of three calls.
+
+        Args:
+            tiles, coordinates, lengths, pool, tile_size: As in a call.
+
+        Returns:
+            The share of each tile, 0 at padding. The shares of a slide sum to less than 1: the rest comes from the CLS
+            token and from zero keys.
+
+        Raises:
+            ValueError: As in a call.
+        """
+        is_cls = check_choice("pool", pool, get_args(Pool)) == "cls"
+        inputs = self._prepare(tiles, coordinates, lengths, tile_size)
+        shares = rollout(*nnx.split(self), inputs, is_cls, debug.is_enabled())
+        return shares[:, 1 : tiles.shape[1] + 1]
+
     def _prepare(self, tiles: Array, coordinates: Array, lengths: ArrayLike | None, tile_size: float) -> SlideInputs:
         inputs = prepare(tiles, coordinates, lengths, tile_size, self.embed.in_features, self.ring)
         warn_if_misplaced(self.config.pattern, inputs.lengths, tiles.shape[1])
         return inputs
 
-    def _rows(self, inputs: SlideInputs) -> tuple[Array, Array]:
+    def rows(self, inputs: SlideInputs) -> tuple[Array, Array]:
         """Returns the embeddings (B, T, F) of the CLS token and the tiles, and the position of each stored row."""
         position = stored_positions(self.ring, inputs.tiles.shape[1])[None]
         is_tile = ((position > 0) & (position <= inputs.lengths[:, None]))[..., None]
@@ -250,8 +314,8 @@ def _encode(
     """Computes the pooled outputs and, if `return_tiles`, the outputs of all rows in sequence order."""
     model = nnx.merge(graph, state)
     encoder = model.encoder
-    x, position = model._rows(inputs)
-    ids = _segment_ids(position, inputs.lengths)
+    x, position = model.rows(inputs)
+    ids = segment_ids(position, inputs.lengths)
     is_pooled = (position == 0) & (ids == 0) if options.pool == "cls" else (position > 0) & (ids == 0)
     pooled = functools.partial(_mean, is_real=is_pooled)
     report = pooled if options.all_layers else lambda _: None
@@ -280,8 +344,8 @@ def _attention_inputs(
     """Computes queries, keys and log-sum-exp of one layer, in sequence order."""
     del reports  # programs with and without debug reports differ
     model = nnx.merge(graph, state)
-    x, position = model._rows(inputs)
-    ids = _segment_ids(position, inputs.lengths)
+    x, position = model.rows(inputs)
+    ids = segment_ids(position, inputs.lengths)
     block_graph, blocks = nnx.split(model.encoder.blocks)
 
     def block(index: Array) -> Block:
@@ -295,11 +359,6 @@ def _attention_inputs(
     if model.ring is None:
         return query, key, lse
     return model.ring.unshard(query), model.ring.unshard(key), model.ring.unshard(lse)
-
-
-def _segment_ids(position: Array, lengths: Array) -> Array:
-    """Returns 0 for the CLS token and the tiles of each slide, -1 for padding: (B, T)."""
-    return jnp.where(position <= lengths[:, None], 0, -1).astype(jnp.int32)
 
 
 def _mean(x: Array, is_real: Array) -> Array:

@@ -84,6 +84,11 @@ def position_embedding(grid: Array, features: int, dtype: DTypeLike) -> Array:
     return jnp.concatenate([looked_up[..., 1, :], looked_up[..., 0, :]], axis=-1)
 
 
+def segment_ids(position: Array, lengths: Array) -> Array:
+    """Returns 0 for the CLS token and the tiles of each slide, -1 for padding: (B, T)."""
+    return jnp.where(position <= lengths[:, None], 0, -1).astype(jnp.int32)
+
+
 def warn_if_misplaced(pattern: DilationPattern, lengths: ArrayLike, longest: int) -> None:
     """Warns, once per pattern, if torchscale would misplace rows of the longest slide."""
     found = known(lengths)
