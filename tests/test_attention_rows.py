@@ -1,5 +1,6 @@
 """The weights of chosen rows equal the softmax of the definition, and multiply the values as attention does."""
 
+import dataclasses
 import functools
 
 import jax
@@ -19,16 +20,44 @@ CASES = [
 ]
 
 
-def expected_rows(case: Case, query, key) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the weights (B, T, N, T) and the lse (B, T, N) of all queries in float64, with numpy."""
+def expected_rows(
+    case: Case, query, key, *, zero_keys: bool = False, sinks: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the weights (B, T, N, T) and the lse (B, T, N) of all queries in float64, with numpy.
+
+    With `zero_keys` or `sinks` (N,), their weight is added as one more key.
+    """
     query, key = (np.asarray(x, np.float64) for x in (query, key))
     counts = np.repeat(count_matrix(case), case.q_per_kv, axis=1)  # (B, N, T, T)
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     scores = scale * np.einsum("bpnh,bsnh->bnps", query, np.repeat(key, case.q_per_kv, axis=2))
+    if zero_keys or sinks is not None:
+        counts = np.concatenate([counts, np.ones_like(counts[..., :1])], axis=-1)
+        scores = np.concatenate([scores, np.zeros_like(scores[..., :1])], axis=-1)
+    if zero_keys:
+        counts[..., -1] = np.repeat(num_zero_keys(case), case.q_per_kv, axis=1)
+    if sinks is not None:
+        scores[..., -1] = sinks[None, :, None]
     totals = (counts * np.exp(scores)).sum(-1)
     weights = counts * np.exp(scores) / np.where(totals > 0, totals, 1)[..., None]
     with np.errstate(divide="ignore"):
         return weights.transpose(0, 2, 1, 3), np.log(totals).transpose(0, 2, 1)
+
+
+def num_zero_keys(case: Case) -> np.ndarray:
+    """Counts in plain loops the zero keys that torchscale's padding adds for each query: (B, K, T)."""
+    count = np.zeros((case.batch, case.kv_heads, case.length), int)
+    ids = case.keywords()["segment_ids"]
+    for b in range(case.batch):
+        length = case.length if case.seq_len is None else case.seq_len
+        length = length if ids is None else int((np.asarray(ids[b, :length]) >= 0).sum())
+        for w, r in zip(np.minimum(case.segment_lengths, length), case.dilation_rates, strict=True):
+            for h, p in np.ndindex(case.kv_heads, length):
+                offset = h // -(-case.kv_heads // r) if case.rule == "block" else h % r
+                if p % w % r == offset:
+                    padded = range(offset, -(-w // r) * r, r)  # the selected positions of the padded segment
+                    count[b, h, p] += sum(j >= w or p // w * w + j >= length for j in padded)
+    return count
 
 
 def computed(case: Case, query, key, lse, rows):
@@ -51,6 +80,28 @@ def test_rows_equal_the_softmax_of_the_definition(case, dtype):
         assert np.abs(sums - (np.exp(lse[:, rows]) > 0)).max() <= TOLERANCE[dtype]  # 1, or 0 for rows without keys
     if case.rule in ("none", "split", "detached"):
         assert (sums == 0).any()
+
+
+def test_zero_keys_and_sinks_take_the_rest_of_the_weight():
+    """The log-sum-exp is that of `dilated_attention`."""
+    case = Case(length=27, segment_lengths=(10, 27), dilation_rates=(2, 3), rule="block", kv_heads=4)
+    sinks = np.linspace(-1, 1, 4)
+    for zero_keys in (True, False):
+        with jax.enable_x64(True):
+            pattern = dataclasses.replace(case.pattern, padding="zeros" if zero_keys else "masked")
+            query, key, value, _ = case.arrays(np.float64)
+
+            @functools.partial(jax.jit, compiler_options=QUICK, static_argnums=3)
+            def rows(query, key, value, pattern, sinks):
+                sinks = {} if pattern.padding == "zeros" else {"sink_logits": sinks}
+                out, lse = rj.dilated_attention(query, key, value, pattern, return_lse=True, **sinks)
+                return out, rj.attention_rows(query, key, lse, pattern, rows=np.arange(case.length))
+
+            out, found = rows(query, key, value, pattern, sinks)
+            expected, _ = expected_rows(case, query, key, zero_keys=zero_keys, sinks=None if zero_keys else sinks)
+            assert error(found, expected[..., :-1]) < TOLERANCE["float64"]
+            assert error(out, np.einsum("bpns,bsnh->bpnh", found, value)) < TOLERANCE["float64"]
+            assert (np.asarray(found.sum(-1)) < 0.9).any()
 
 
 def test_low_precision_rows_are_float32():

@@ -98,7 +98,7 @@ def _passed_on(block: Block, x: Array, ids: Array, shares: Array) -> Array:
     normalized = block.attention_norm(x)
     query, key = attention.query(normalized), attention.key(normalized)
     attend = functools.partial(attention.core, query, key, positions=None, segment_ids=ids, seq_len=None)
-    _, transpose = jax.vjp(lambda value: attend(value), jnp.zeros_like(key))
+    _, transpose = jax.vjp(attend, jnp.zeros_like(key))
     per_head = (shares / query.shape[2]).astype(query.dtype)[..., None, None]
     is_first = (jnp.arange(query.shape[3]) == 0).astype(query.dtype)  # one of the dimensions of a value is enough
     (received,) = transpose(jnp.broadcast_to(per_head * is_first[None, None, None], query.shape))
