@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal, Unpack, overload
+
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -17,9 +19,63 @@ from ringjax._src.comm.ring_comm import AxisName, StrategyName
 from ringjax._src.device_shard import device_shard, grouped
 from ringjax._src.kernels.dispatch import Implementation, check_implementation
 from ringjax._src.kernels.interface import BlockSizes
+from ringjax._src.online_softmax import accumulator
+from ringjax._src.options import AttentionOptions
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.planning.spec import AttentionSpec
-from ringjax._src.validation import AttentionShape, check_dropout, check_inputs, check_instance, check_positions
+from ringjax._src.validation import (
+    AttentionShape,
+    check_dropout,
+    check_extra_keys,
+    check_inputs,
+    check_instance,
+    check_positions,
+)
+
+
+class KernelOptions(AttentionOptions, total=False):
+    """Options of `dilated_attention`."""
+
+    ring: Ring | None
+    implementation: Implementation | None
+    block_sizes: BlockSizes | None
+
+
+class RingOptions(AttentionOptions, total=False):
+    """Options of `ring_dilated_attention`."""
+
+    axis_name: AxisName
+    layout: str
+    head_axis: AxisName | None
+    batch_axis: AxisName | None
+    strategy: StrategyName
+    memory_budget: int | None
+    implementation: Implementation | None
+    block_sizes: BlockSizes | None
+
+
+@overload
+def dilated_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    pattern: DilationPattern,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[KernelOptions],
+) -> Float[Array, "B T N H"]: ...
+
+
+@overload
+def dilated_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    pattern: DilationPattern,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[KernelOptions],
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]: ...
 
 
 def dilated_attention(
@@ -34,10 +90,12 @@ def dilated_attention(
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
+    sink_logits: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
     ring: Ring | None = None,
     implementation: Implementation | None = None,
     block_sizes: BlockSizes | None = None,
-) -> Float[Array, "B T N H"]:
+) -> Float[Array, "B T N H"] | tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]:
     """Computes exact dilated self-attention on one device or on a ring.
 
     In every branch of the pattern that selects its position, a query attends to the selected keys of its segment.
@@ -65,6 +123,11 @@ def dilated_attention(
             ``1 - dropout_rate``. The mask depends only on `dropout_rng`, batch entry, head, query, key and branch, so
             it is the same on every ring and in every layout. Dropout always runs in plain XLA.
         dropout_rng: A `jax.random` key; required if `dropout_rate` is above 0.
+        sink_logits: Logit of an *attention sink* per query head, or None: a key without value, to which every query
+            attends in addition to its other keys, once and not per branch. Differentiable. ``-inf`` is no sink. Dropout
+            does not affect sinks.
+        return_lse: Whether to return the log-sum-exp of each query's scores too. Differentiable, so that attention to
+            other keys can be merged with it. Dropout does not affect it, and ``mixing="detached"`` does not detach it.
         ring: The devices that share the sequence, or None for a single device. With a ring, all arrays are in the
             ring's layout (see `to_layout`) and stay sharded over it.
         implementation: None selects the kernels of the platform that the program runs on where they apply, and plain
@@ -76,12 +139,15 @@ def dilated_attention(
         block_sizes: Rows per block of the Pallas kernels, or None for the defaults.
 
     Returns:
-        The attention output in the dtype of `query`, accumulated in at least float32.
+        The attention output in the dtype of `query`, accumulated in at least float32. With `return_lse`, a tuple of the
+        output and the log-sum-exp, which includes sinks and zero keys, in the dtype of the accumulator (at least
+        float32); ``-inf`` for a query that attends to nothing, as padding.
 
     Raises:
         ValueError: If the arrays differ in dtype, `key` and `value` differ in shape, `query` differs from them in
             batch, length or head dimension, or N is not a multiple of K; if `seq_len` exceeds T; if an option is out
-            of range; if `dropout_rng` is missing; or if the arrays do not fit the ring (length, batch or heads do not
+            of range; if `dropout_rng` is missing; if `sink_logits` does not have one entry per query head, or is used
+            with ``mixing="detached"``; or if the arrays do not fit the ring (length, batch or heads do not
             divide evenly, wrong devices or sharding, `memory_budget` too small).
         NotImplementedError: If `implementation` does not support the dtype, sizes, platform or dropout, or if a
             pattern with ``heads="split"`` runs with heads sharded over a mesh axis.
@@ -94,7 +160,9 @@ def dilated_attention(
         (1, 64, 4, 8)
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
+    check_extra_keys(sink_logits, return_lse, query.shape[2], pattern)
     spec = _spec(query, pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
+    spec = spec._replace(has_sinks=sink_logits is not None, returns_lse=return_lse)
     if ring is not None:
         check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
@@ -103,10 +171,10 @@ def dilated_attention(
     debug.report_nan(query=query, key=key, value=value)
     if ring is not None and ids is not None:
         report_split_documents(ring, ids)
-    shard = Shard(query, key, value, ids, seeds)
+    shard = Shard(query, key, value, ids, seeds, _sinks(sink_logits, query))
     call = sharded.from_types(spec, shard) if ring is None else sharded.on_ring(spec, ring, shard)
-    out = _on_one_device(spec, shard) if call is None else sharded.attention(call, *call.placed(shard))
-    debug.report_nan(output=out)
+    out = _on_one_device(spec, shard) if call is None else sharded.attention(call, *call.placed(shard).arrays)
+    debug.report_nan(output=jax.tree.leaves(out)[0])
     return out
 
 
@@ -153,6 +221,30 @@ def count_tiles(
     return jax.shard_map(count, mesh=ring.mesh, in_specs=specs, out_specs=out_spec)(query, key, value, segment_ids)
 
 
+@overload
+def ring_dilated_attention(
+    query: Float[Array, "B T_local N H"],
+    key: Float[Array, "B T_local K H"],
+    value: Float[Array, "B T_local K H"],
+    pattern: DilationPattern,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[RingOptions],
+) -> Float[Array, "B T_local N H"]: ...
+
+
+@overload
+def ring_dilated_attention(
+    query: Float[Array, "B T_local N H"],
+    key: Float[Array, "B T_local K H"],
+    value: Float[Array, "B T_local K H"],
+    pattern: DilationPattern,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[RingOptions],
+) -> tuple[Float[Array, "B T_local N H"], Float[Array, "B T_local N"]]: ...
+
+
 def ring_dilated_attention(
     query: Float[Array, "B T_local N H"],
     key: Float[Array, "B T_local K H"],
@@ -169,11 +261,13 @@ def ring_dilated_attention(
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
+    sink_logits: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
     strategy: StrategyName = "auto",
     memory_budget: int | None = None,
     implementation: Implementation | None = None,
     block_sizes: BlockSizes | None = None,
-) -> Float[Array, "B T_local N H"]:
+) -> Float[Array, "B T_local N H"] | tuple[Float[Array, "B T_local N H"], Float[Array, "B T_local N"]]:
     """Computes dilated self-attention over a ring, for use inside your own `jax.shard_map`.
 
     Each device passes its shard of the sequence, of length ``T_local = T / ring_size``.
@@ -192,10 +286,12 @@ def ring_dilated_attention(
         is_causal, scale, implementation, block_sizes: See `dilated_attention`. Interpreted kernels require
             `check_vma=False`.
         dropout_rate, dropout_rng: See `dilated_attention`. All devices must pass the same key.
+        sink_logits: See `dilated_attention`: the logits of this device's query heads.
+        return_lse: See `dilated_attention`.
         strategy, memory_budget: See `Ring`.
 
     Returns:
-        The attention output of this device's queries.
+        The attention output of this device's queries, and with `return_lse` their log-sum-exp.
 
     Raises:
         ValueError: If `axis_name`, `head_axis` or `batch_axis` is not an axis of the surrounding `shard_map`, if
@@ -218,7 +314,9 @@ def ring_dilated_attention(
     ring_size, head_shards = _axis_size("axis_name", axis_name), _axis_size("head_axis", head_axis)
     _axis_size("batch_axis", batch_axis)
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale, shards=ring_size)
+    check_extra_keys(sink_logits, return_lse, query.shape[2], pattern)
     spec = _spec(query, pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
+    spec = spec._replace(has_sinks=sink_logits is not None, returns_lse=return_lse)
     check_positions(*query.shape[:2])
     layout = layout_for(layout, ring_size)
     chunks = layout_named(layout).chunks
@@ -232,23 +330,37 @@ def ring_dilated_attention(
     seeds = _seeds(dropout_rate, dropout_rng, query, batch_axis, head_axis)
     debug.report_nan(query=query, key=key, value=value)
     local_spec = spec._replace(kv_heads=spec.kv_heads * head_shards)
-    local_spec, shard = device_shard(local_spec, info, Shard(query, key, value, segment_ids, seeds))
-    out = vjp.attention(local_spec, *shard)
-    debug.report_nan(output=out)
-    return out.reshape(query.shape)
+    given = Shard(query, key, value, segment_ids, seeds, _sinks(sink_logits, query))
+    local_spec, shard = device_shard(local_spec, info, given)
+    found = vjp.attention(local_spec, *shard.arrays)
+    debug.report_nan(output=jax.tree.leaves(found)[0])
+    if not return_lse:
+        return found.reshape(query.shape)
+    return found[0].reshape(query.shape), found[1].reshape(query.shape[:3])
 
 
-def _on_one_device(spec: AttentionSpec, given: Shard) -> Array:
+def _on_one_device(spec: AttentionSpec, given: Shard) -> vjp.Result:
     """Computes attention on one device, skipping the padding at the end of the sequence."""
     shape, length = given.query.shape, spec.seq_len
     check_positions(shape[0], length)
     query, key, value = (x[:, :length] for x in (given.query, given.key, given.value))
     ids = None if given.ids is None else given.ids[:, :length]
-    shard = grouped(Shard(query, key, value, ids, given.seeds))
+    shard = grouped(given._replace(query=query, key=key, value=value, ids=ids))
     spec = spec._replace(stored_length=length, has_ids=ids is not None)
-    out = vjp.attention(spec, *shard).reshape(shape[0], length, *shape[2:])
-    padding = shape[1] - length
-    return jnp.pad(out, [(0, 0), (0, padding), (0, 0), (0, 0)]) if padding else out
+    padding = [(0, 0), (0, shape[1] - length), (0, 0), (0, 0)]
+    pad = lambda x, fill: jnp.pad(x, padding[: x.ndim], constant_values=fill) if length < shape[1] else x  # noqa: E731
+    found = vjp.attention(spec, *shard.arrays)
+    out = pad((found[0] if spec.returns_lse else found).reshape(shape[0], length, *shape[2:]), 0)
+    return (out, pad(found[1].reshape(shape[0], length, shape[2]), -jnp.inf)) if spec.returns_lse else out
+
+
+def _sinks(sink_logits: Array | None, query: Array) -> Array | None:
+    """Returns the logits of attention sinks for each batch entry and head, in the accumulator dtype."""
+    if sink_logits is None:
+        return None
+    debug.report_nan(sink_logits=sink_logits)
+    wide = jnp.asarray(sink_logits).astype(accumulator(query.dtype))
+    return jnp.broadcast_to(wide, (query.shape[0], query.shape[2]))
 
 
 def _seeds(

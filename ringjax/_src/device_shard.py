@@ -19,17 +19,19 @@ def device_shard(spec: AttentionSpec, info: RingInfo | None, given: Shard) -> tu
     Args:
         spec: The call on whole arrays; its batch and ring are those of `given` and `info` afterwards.
         info: The ring, or None on a single device.
-        given: The arrays of the device, with queries (B, c, N, H) and seeds (B, N).
+        given: The arrays of the device, with queries (B, c, N, H), seeds (B, N) and sinks (B, N).
     """
-    query, key, value, ids, seeds = given
+    query, key, value, ids, seeds, sink, _ = given
     if ids is not None and info is not None:
         ids = narrow_ids(ids)
     index = [] if info is None or info.axis_name is None else [lax.axis_index(info.axis_name)]
-    (query, key, value, *_), ids = match_vma((query, key, value, *index), ids)
+    sinks = [] if sink is None else [sink]
+    (query, key, value, *others), ids = match_vma((query, key, value, *sinks, *index), ids)
+    sink = None if sink is None else others[0]
     spec = ring_spec(spec, info, batch=query.shape[0])
     if spec.seq_len < spec.stored_length:
         ids = _marked_padding(spec, query, ids)
-    return spec._replace(has_ids=ids is not None), grouped(Shard(query, key, value, ids, seeds))
+    return spec._replace(has_ids=ids is not None), grouped(Shard(query, key, value, ids, seeds, sink))
 
 
 def narrow_ids(ids: Array) -> Array:
@@ -50,11 +52,12 @@ def ring_spec(spec: AttentionSpec, info: RingInfo | None, *, batch: int) -> Atte
 
 
 def grouped(shard: Shard) -> Shard:
-    """Reshapes queries (B, c, N, H) to (B, c, K, G, H) and seeds (B, N) to (B, K, G)."""
-    query, key, value, ids, seeds = shard
-    batch, length, _, dim = query.shape
-    query = query.reshape(batch, length, key.shape[2], -1, dim)
-    return Shard(query, key, value, ids, None if seeds is None else seeds.reshape(batch, key.shape[2], -1))
+    """Reshapes queries (B, c, N, H) to (B, c, K, G, H), and seeds and sinks (B, N) to (B, K, G)."""
+    batch, length, _, dim = shard.query.shape
+    kv_heads = shard.key.shape[2]
+    per_head = lambda x: None if x is None else x.reshape(batch, kv_heads, -1)  # noqa: E731
+    query = shard.query.reshape(batch, length, kv_heads, -1, dim)
+    return shard._replace(query=query, seeds=per_head(shard.seeds), sink=per_head(shard.sink))
 
 
 def _marked_padding(spec: AttentionSpec, query: Array, ids: Array | None) -> Array:

@@ -21,6 +21,8 @@ from ringjax._src.validation import MOST_HEADS, check_choice, check_int, check_i
 Offsets = Literal["mod", "block", "none"]
 Heads = Literal["all", "split"]
 Mixing = Literal["exact", "detached"]
+Padding = Literal["masked", "zeros"]
+_CHOICES = {"offsets": Offsets, "heads": Heads, "mixing": Mixing, "padding": Padding}
 
 
 class Coverage(NamedTuple):
@@ -75,11 +77,16 @@ class DilationPattern:
             With ``"split"``, each head runs one branch, and the output is divided by the number of branches.
         mixing: Gradient of the mixing weights: ``"exact"``, or ``"detached"`` to treat them as constants, as torchscale
             does.
+        padding: With ``"masked"``, a segment that is shorter than its branch's segment length, or not a multiple of the
+            rate, is exact: queries attend to its own keys only. With ``"zeros"``, it is filled up with keys and values
+            of zeros, to which queries attend, as in torchscale: such a key has score 0 and adds to the softmax
+            denominator only. Causal attention does not attend to them, so both are the same there.
 
     Raises:
         ValueError: If `segment_lengths` and `dilation_rates` are empty, differ in length or contain anything but
-            integers of at least 1; if `offsets`, `heads` or `mixing` is not one of its choices; or if ``heads="split"``
-            is combined with other `offsets` than ``"mod"`` or with ``mixing="detached"``.
+            integers of at least 1; if `offsets`, `heads`, `mixing` or `padding` is not one of its choices; or if
+            ``heads="split"`` is combined with other `offsets` than ``"mod"``, with ``mixing="detached"`` or with
+            ``padding="zeros"``.
 
     Example:
         >>> import ringjax as rj
@@ -93,6 +100,7 @@ class DilationPattern:
     offsets: Offsets = "mod"
     heads: Heads = "all"
     mixing: Mixing = "exact"
+    padding: Padding = "masked"
 
     def __post_init__(self) -> None:
         for name in ("segment_lengths", "dilation_rates"):
@@ -102,13 +110,11 @@ class DilationPattern:
                 "`segment_lengths` and `dilation_rates` must have the same length, got "
                 f"{len(self.segment_lengths)} and {len(self.dilation_rates)}."
             )
-        for name, choices in (("offsets", Offsets), ("heads", Heads), ("mixing", Mixing)):
+        for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), get_args(choices))
-        if self.heads == "split":
-            if self.offsets != "mod":
-                raise ValueError(f'`offsets` must be "mod" with `heads="split"`, got {self.offsets!r}.')
-            if self.mixing != "exact":
-                raise ValueError(f'`mixing` must be "exact" with `heads="split"`, got {self.mixing!r}.')
+        for name, required in {"offsets": "mod", "mixing": "exact", "padding": "masked"}.items():
+            if self.heads == "split" and getattr(self, name) != required:
+                raise ValueError(f'`{name}` must be "{required}" with `heads="split"`, got {getattr(self, name)!r}.')
 
     @classmethod
     def geometric(
@@ -120,6 +126,7 @@ class DilationPattern:
         offsets: Offsets = "mod",
         heads: Heads = "all",
         mixing: Mixing = "exact",
+        padding: Padding = "masked",
     ) -> DilationPattern:
         """Returns a pattern with segments ``first, first * ratio, … last`` and rates ``1, ratio, ratio², …``.
 
@@ -142,10 +149,17 @@ class DilationPattern:
                 f"`last` must be `first` times a power of `ratio`, got first={first}, last={last}, ratio={ratio}."
             )
         rates = tuple(ratio**i for i in range(len(lengths)))
-        return cls(tuple(lengths), rates, offsets=offsets, heads=heads, mixing=mixing)
+        return cls(tuple(lengths), rates, offsets=offsets, heads=heads, mixing=mixing, padding=padding)
 
     @classmethod
-    def longnet(cls, *, offsets: Offsets = "mod", heads: Heads = "all", mixing: Mixing = "exact") -> DilationPattern:
+    def longnet(
+        cls,
+        *,
+        offsets: Offsets = "mod",
+        heads: Heads = "all",
+        mixing: Mixing = "exact",
+        padding: Padding = "masked",
+    ) -> DilationPattern:
         """Returns the pattern of the LongNet paper: segments of 2048 to 32768, rates 1, 2, 4, 6 and 12.
 
         Example:
@@ -153,7 +167,7 @@ class DilationPattern:
             DilationPattern(2048/1, 4096/2, 8192/4, 16384/6, 32768/12)
         """
         lengths, rates = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
-        return cls(lengths, rates, offsets=offsets, heads=heads, mixing=mixing)
+        return cls(lengths, rates, offsets=offsets, heads=heads, mixing=mixing, padding=padding)
 
     @classmethod
     def for_length(
@@ -165,6 +179,7 @@ class DilationPattern:
         offsets: Offsets = "mod",
         heads: Heads = "all",
         mixing: Mixing = "exact",
+        padding: Padding = "masked",
     ) -> DilationPattern:
         """Returns log-spaced segments from `first` to the largest power of two up to `max_len`, with rates 1, 2, 4, ….
 
@@ -182,11 +197,11 @@ class DilationPattern:
         branches = check_int("branches", branches, least=2, most=53)  # the rate doubles with each branch
         last = 1 << (max_len.bit_length() - 1)
         if last <= first:
-            return cls((max_len,), (1,), offsets=offsets, heads=heads, mixing=mixing)
+            return cls((max_len,), (1,), offsets=offsets, heads=heads, mixing=mixing, padding=padding)
         steps = branches - 1
         between = (_root(first ** (steps - i) * last**i, steps) for i in range(1, steps))
         rates = tuple(2**i for i in range(branches))
-        return cls((first, *between, last), rates, offsets=offsets, heads=heads, mixing=mixing)
+        return cls((first, *between, last), rates, offsets=offsets, heads=heads, mixing=mixing, padding=padding)
 
     def branches(self, num_kv_heads: int, seq_len: int | None = None) -> tuple[Branch, ...]:
         """Returns the branches for a number of key/value heads, with segments clamped to `seq_len`.

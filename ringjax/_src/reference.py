@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+from typing import Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,37 @@ from jaxtyping import Float, Int
 
 from ringjax._src import dropout
 from ringjax._src.online_softmax import accumulator
+from ringjax._src.options import AttentionOptions
 from ringjax._src.pattern import Branch, DilationPattern
-from ringjax._src.validation import AttentionShape, check_dropout, check_inputs, shown
+from ringjax._src.validation import AttentionShape, check_dropout, check_extra_keys, check_inputs, shown
+
+
+class _Options(AttentionOptions, total=False):
+    rows: Int[ArrayLike, " R"] | None
+
+
+@overload
+def reference_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    pattern: DilationPattern,
+    *,
+    return_lse: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Float[Array, "B R N H"]: ...
+
+
+@overload
+def reference_attention(
+    query: Float[Array, "B T N H"],
+    key: Float[Array, "B T K H"],
+    value: Float[Array, "B T K H"],
+    pattern: DilationPattern,
+    *,
+    return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Float[Array, "B R N H"], Float[Array, "B R N"]]: ...
 
 
 def reference_attention(
@@ -30,19 +60,21 @@ def reference_attention(
     scale: float | None = None,
     dropout_rate: float = 0.0,
     dropout_rng: Array | None = None,
+    sink_logits: Float[Array, " N"] | None = None,
+    return_lse: bool = False,
     rows: Int[ArrayLike, " R"] | None = None,
-) -> Float[Array, "B R N H"]:
+) -> Float[Array, "B R N H"] | tuple[Float[Array, "B R N H"], Float[Array, "B R N"]]:
     """Computes dilated attention directly from its definition, for tests.
 
     Takes one softmax over the multiset of keys that a query attends to.
 
     Args:
-        query, key, value, pattern, is_causal, segment_ids, seq_len, scale, dropout_rate, dropout_rng: See
-            `dilated_attention`.
+        query, key, value, pattern, is_causal, segment_ids, seq_len, scale, dropout_rate, dropout_rng, sink_logits,
+            return_lse: See `dilated_attention`.
         rows: Query positions to compute; all by default. Computing a few rows of a long sequence is cheap.
 
     Returns:
-        The attention output of the queries at `rows`.
+        The attention output of the queries at `rows`, and with `return_lse` their log-sum-exp.
 
     Raises:
         ValueError: If `rows` is not a non-empty list of concrete positions below T, or under the same conditions as
@@ -56,35 +88,94 @@ def reference_attention(
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
     check_dropout(dropout_rate, dropout_rng)
+    check_extra_keys(sink_logits, return_lse, query.shape[2], pattern)
     chosen = np.arange(shape.stored_length) if rows is None else _checked_rows(rows, shape.stored_length)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     s, p = jnp.arange(shape.stored_length), jnp.asarray(chosen)
     ids = jnp.zeros((1, shape.stored_length), int) if segment_ids is None else jnp.asarray(segment_ids)
-    allowed = (ids[:, p, None] == ids[:, None, :]) & (ids[:, p, None] >= 0)  # same document, (B, R, T)
-    allowed = allowed & (p < shape.length)[None, :, None] & (s < shape.length)[None, None, :]
+    exists = (ids >= 0) & (s[None] < shape.length)  # not padding, (B, T)
+    is_real = exists[:, p]
+    allowed = (ids[:, p, None] == ids[:, None, :]) & is_real[:, :, None] & exists[:, None]  # same document, (B, R, T)
     allowed = allowed & (s[None, None, :] <= p[None, :, None]) if is_causal else allowed
     branches = pattern.branches(shape.kv_heads, shape.length)
-    masks = [allowed[:, None] & _branch_mask(b, shape.kv_heads, p, s)[None] for b in branches]  # (B, K, R, T) each
+    counts = [allowed[:, None] & _branch_mask(b, shape.kv_heads, p, s)[None] for b in branches]
+    counts = [x.astype(int) for x in counts]  # (B, K, R, T) each
+    zeros = [jnp.zeros((1, 1, 1), int) for _ in branches]  # zero keys, (B, K, R) each
+    if pattern.padding == "zeros" and not is_causal:
+        zeros = [jnp.where(is_real[:, None], _zero_keys(b, p, exists.sum(axis=1)), 0) for b in branches]
     per_branch = pattern.mixing == "detached" or dropout_rate > 0
-    counts = masks if per_branch else [functools.reduce(operator.add, (x.astype(int) for x in masks))]
+    total = lambda given: given if per_branch else [functools.reduce(operator.add, given)]  # noqa: E731
 
     acc = accumulator(query.dtype)
     q, k, v = (x.astype(acc) for x in (query[:, p], key, value))
     q = q.reshape(*q.shape[:2], shape.kv_heads, shape.q_per_kv, shape.dim) * shape.scale
     scores = jnp.einsum("brkgh,bskh->bkgrs", q, k, precision="highest")
-    masked = jnp.where(functools.reduce(operator.or_, masks)[:, :, None], scores, jnp.finfo(acc).min / 2)
-    weights = jnp.exp(masked - lax.stop_gradient(masked.max(-1, keepdims=True)))
-    parts = [weights * c[:, :, None].astype(acc) for c in counts]
-    totals = [x.sum(-1, keepdims=True) for x in parts]
-    mix = [lax.stop_gradient(t) if pattern.mixing == "detached" else t for t in totals]
-    denominator = sum(mix[1:], mix[0])
-    one = [jnp.where(t > 0, t, 1) for t in totals]  # the output of a row without keys is 0
-    shares = [m / jnp.where(denominator > 0, denominator, 1) for m in mix]
-    kept = [x * _factors(dropout_rate, dropout_rng, shape, i, p, acc) for i, x in enumerate(parts)]
-    probs = sum(x / o * share for x, o, share in zip(kept, one, shares, strict=True))
-    out = jnp.einsum("bkgrs,bskh->brkgh", probs, v, precision="highest")
+    sinks = jnp.full((shape.kv_heads * shape.q_per_kv,), -jnp.inf, acc)
+    sinks = sinks if sink_logits is None else jnp.asarray(sink_logits).astype(acc)
+    sinks = jnp.where(is_real[:, None, None], sinks.reshape(1, shape.kv_heads, shape.q_per_kv, 1), -jnp.inf)[..., None]
+    probs, lse = _softmax(
+        scores,
+        [c[:, :, None] for c in total(counts)],
+        [n[:, :, None, :, None] for n in total(zeros)],
+        sinks,
+        is_detached=pattern.mixing == "detached",
+    )
+    factors = (_factors(dropout_rate, dropout_rng, shape, i, p, acc) for i in range(len(probs)))
+    dropped = sum(x * factor for x, factor in zip(probs, factors, strict=True))
+    out = jnp.einsum("bkgrs,bskh->brkgh", dropped, v, precision="highest")
     out = out / len(branches) if pattern.heads == "split" else out
-    return out.reshape(*out.shape[:2], -1, shape.dim).astype(query.dtype)
+    out = out.reshape(*out.shape[:2], -1, shape.dim).astype(query.dtype)
+    return (out, jnp.moveaxis(lse, 3, 1).reshape(out.shape[:3])) if return_lse else out
+
+
+def _softmax(
+    scores: Array, counts: list[Array], zeros: list[Array], sinks: Array, *, is_detached: bool
+) -> tuple[list[Array], Array]:
+    """Returns the probabilities of the keys in each branch (or in all) and the log-sum-exp.
+
+    Args:
+        scores: (B, K, G, R, T).
+        counts: For each branch, how often each query attends to each key, (B, K, 1, R, T).
+        zeros: For each branch, the number of keys of zeros that each query attends to, (B, K, 1, R, 1).
+        sinks: The logit of an additional key without value, (B, K, G, R, 1).
+        is_detached: Whether the weights of branches are constants for the gradient.
+    """
+    lowest = jnp.finfo(scores.dtype).min / 2
+    visible = functools.reduce(operator.or_, (c > 0 for c in counts))
+    has_zeros = functools.reduce(operator.or_, (n > 0 for n in zeros))
+    masked, zero = jnp.where(visible, scores, lowest), jnp.where(has_zeros, 0, jnp.full_like(scores[..., :1], lowest))
+    top = lax.stop_gradient(jnp.maximum(jnp.maximum(masked.max(-1, keepdims=True), zero), sinks))
+    parts = [jnp.exp(masked - top) * c.astype(scores.dtype) for c in counts]
+    totals = [
+        x.sum(-1, keepdims=True) + jnp.exp(zero - top) * n.astype(scores.dtype)
+        for x, n in zip(parts, zeros, strict=True)
+    ]
+    every = sum(totals[1:], totals[0]) + jnp.exp(sinks - top)
+    shares = [lax.stop_gradient(t / _nonzero(every)) if is_detached else t / _nonzero(every) for t in totals]
+    probs = [x / _nonzero(t) * share for x, t, share in zip(parts, totals, shares, strict=True)]
+    return probs, jnp.where(every > 0, top + jnp.log(_nonzero(every)), -jnp.inf)
+
+
+def _nonzero(total: Array) -> Array:
+    """Replaces the denominator of a row without keys, 0, by 1, so that its output is 0."""
+    return jnp.where(total > 0, total, 1)
+
+
+def _zero_keys(branch: Branch, p: Array, lengths: Array) -> Array:
+    """Counts the keys of zeros that each query attends to in a branch with ``padding="zeros"``: (B, K, R).
+
+    A segment of w positions is filled up to a multiple of the rate. Each head selects the same number of slots there;
+    a slot after the end of the segment or of the sequence holds zeros.
+    """
+    w, r = jnp.minimum(branch.segment_length, lengths)[:, None, None], branch.rate  # (B, 1, 1)
+    offsets, p = jnp.array(branch.offsets, int)[None, :, None], p[None, None, :]
+    is_selected = (p % jnp.maximum(w, 1)) % r == offsets
+    inside = offsets[..., None] + r * jnp.arange(-(-branch.segment_length // r))  # of each slot, (1, K, 1, slots)
+    exists = inside < (-(-w // r) * r)[..., None]
+    is_zero = (inside >= w[..., None]) | (
+        (p // jnp.maximum(w, 1) * w)[..., None] + inside >= lengths[:, None, None, None]
+    )
+    return jnp.where(is_selected, (exists & is_zero).sum(-1), 0)
 
 
 def _factors(rate: float, rng: Array | None, shape: AttentionShape, branch: int, p: Array, acc: jnp.dtype) -> Array:

@@ -6,7 +6,7 @@ Where the shardings of arrays are known (a `Ring`, or the types of arrays on an 
 with all communication. Both get the leading axes of `jax.vmap` from `batched_call`.
 
 Shapes: query, out (..., B, T, N, H); key, value (..., B, T, K, H); lse (..., B, T, N); ids (..., B, T);
-seeds (..., B, N).
+seeds and sinks (..., B, N).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax import Array
+from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
@@ -34,7 +34,7 @@ from ringjax._src.planning.plan import checked_plan
 from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.validation import check_positions
 
-_QUERY, _KEY, _LSE, _IDS, _SEEDS = "b t n h", "b t k h", "b t n", "b t", "b n"  # axes of arrays, see above
+_QUERY, _KEY, _LSE, _IDS, _HEADS = "b t n h", "b t k h", "b t n", "b t", "b n"  # axes of arrays, see above
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,14 +61,10 @@ class ShardedCall:
         mesh = self.mesh
         if mesh is None or not explicit_axes(mesh):
             return shard
+        kinds = _QUERY, _KEY, _KEY, _IDS, _HEADS, _HEADS
         place = lambda x, kind: reshard_explicit(x, mesh, self.partition_spec(kind))  # noqa: E731
-        return Shard(
-            query=place(shard.query, _QUERY),
-            key=place(shard.key, _KEY),
-            value=place(shard.value, _KEY),
-            ids=None if shard.ids is None else place(shard.ids, _IDS),
-            seeds=None if shard.seeds is None else place(shard.seeds, _SEEDS),
-        )
+        placed = (None if x is None else place(x, kind) for x, kind in zip(shard.arrays, kinds, strict=True))
+        return Shard._make((*placed, shard.lengths))
 
     def partition_spec(self, array: str, leading: Leading = ()) -> PartitionSpec:
         """Returns how an array with these axes is sharded."""
@@ -128,34 +124,46 @@ def _padded_spec(x: Array) -> PartitionSpec:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    call: ShardedCall, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None
-) -> Array:
-    return _forward(call, Shard(query, key, value, ids, seeds))[0]
+    call: ShardedCall,
+    query: Array,
+    key: Array,
+    value: Array,
+    ids: Array | None,
+    seeds: Array | None,
+    sink: Array | None,
+) -> vjp.Result:
+    return _attention_fwd(call, query, key, value, ids, seeds, sink)[0]
 
 
 attention = jax.jit(_attention, static_argnums=(0,), inline=True)
 
 
-def _forward(call: ShardedCall, shard: Shard) -> tuple[Array, Array, list[Array]]:
-    present = _present(shard)
-    out, lse, *kept = batched_call(_Pass(call, present, is_backward=False), (), *_arrays(shard))
-    kept = [checkpoint_name(x, "ringjax_out") for x in kept]
-    return checkpoint_name(out, "ringjax_out"), checkpoint_name(lse, "ringjax_lse"), kept
-
-
 def _attention_fwd(
-    call: ShardedCall, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None
-) -> tuple[Array, Any]:
-    shard = Shard(query, key, value, ids, seeds)
-    saved = _forward(call, shard)
-    return saved[0], (shard, *saved)
+    call: ShardedCall,
+    query: Array,
+    key: Array,
+    value: Array,
+    ids: Array | None,
+    seeds: Array | None,
+    sink: Array | None,
+) -> tuple[vjp.Result, Any]:
+    shard = Shard(query, key, value, ids, seeds, sink)
+    out, lse, *kept = batched_call(_Pass(call, _present(shard), is_backward=False), (), *_arrays(shard))
+    kept = [checkpoint_name(x, "ringjax_out") for x in kept]
+    out, lse = checkpoint_name(out, "ringjax_out"), checkpoint_name(lse, "ringjax_lse")
+    return (out, lse) if call.spec.returns_lse else out, (shard, out, lse, kept)
 
 
-def _attention_bwd(call: ShardedCall, saved: Any, dout: Array) -> tuple[Array, Array, Array, None, None]:  # noqa: ANN401
+def _attention_bwd(
+    call: ShardedCall,
+    saved: Any,  # noqa: ANN401
+    cotangents: vjp.Result,
+) -> tuple[Array, Array, Array, None, None, Array | None]:
     shard, out, lse, kept = saved
     backward = _Pass(call, _present(shard), is_backward=True)
-    dq, dk, dv = batched_call(backward, (), *_arrays(shard), out, lse, dout, *kept)
-    return dq, dk, dv, None, None
+    given = cotangents if call.spec.returns_lse else [cotangents]
+    dq, dk, dv, *dsink = batched_call(backward, (), *_arrays(shard), out, lse, *given, *kept)
+    return dq, dk, dv, None, None, dsink[0] if dsink else None
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
@@ -166,14 +174,15 @@ class _Present(NamedTuple):
 
     ids: bool
     seeds: bool
+    sink: bool
 
 
 def _present(shard: Shard) -> _Present:
-    return _Present(shard.ids is not None, shard.seeds is not None)
+    return _Present(shard.ids is not None, shard.seeds is not None, shard.sink is not None)
 
 
 def _arrays(shard: Shard) -> list[Array]:
-    return [x for x in shard if x is not None]
+    return [x for x in shard.arrays if x is not None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,14 +212,18 @@ class _Pass:
     @property
     def arguments(self) -> list[str]:
         """The axes of the arguments, except for output rows that branches keep."""
-        optional = [name for name, there in zip((_IDS, _SEEDS), self.present, strict=True) if there]
+        optional = [name for name, there in zip((_IDS, _HEADS, _HEADS), self.present, strict=True) if there]
         residuals = [_QUERY, _LSE, _QUERY] if self.is_backward else []
+        if self.is_backward and self.call.spec.returns_lse:
+            residuals.append(_LSE)
         return [_QUERY, _KEY, _KEY, *optional, *residuals]
 
     @property
     def results(self) -> list[str]:
         """The axes of the results, except for output rows that branches keep."""
-        return [_QUERY, _KEY, _KEY] if self.is_backward else [_QUERY, _LSE]
+        if not self.is_backward:
+            return [_QUERY, _LSE]
+        return [_QUERY, _KEY, _KEY, *([_HEADS] if self.present.sink else [])]
 
     def on_device(self, info: RingInfo | None, leading: int, *arrays: Array, keeps: bool) -> list[Array]:
         """Runs the pass on the arrays of a device.
@@ -227,27 +240,31 @@ class _Pass:
         )
         found = iter(arrays)
         query, key, value = (next(found) for _ in range(3))
-        ids = next(found) if self.present.ids else None
-        seeds = next(found) if self.present.seeds else None
+        ids, seeds, sink = (next(found) if there else None for there in self.present)
         check_positions(*query.shape[:2])
-        spec, shard = device_shard(self.call.spec, info, Shard(query, key, value, ids, seeds))
+        spec, shard = device_shard(self.call.spec, info, Shard(query, key, value, ids, seeds, sink))
         grouped = shard.query.shape
         if not self.is_backward:
             saved = vjp.forward(spec, shard)
             kept = jax.tree.leaves(saved.kept) if keeps else []
             return [saved.out.reshape(shapes[0]), saved.lse.reshape(shapes[0][:-1]), *kept]
-        out, lse, dout, *rows = found
+        out, lse, dout = (next(found) for _ in range(3))
+        dlse = next(found).reshape(grouped[:-1]) if spec.returns_lse else None
         of_branches: Any = []
         if spec.pattern.mixing == "detached":
             forward = functools.partial(vjp.forward, spec)
             of_branches = (
-                jax.tree.unflatten(jax.tree.structure(jax.eval_shape(forward, shard).kept), rows)
+                jax.tree.unflatten(jax.tree.structure(jax.eval_shape(forward, shard).kept), found)
                 if keeps
                 else (forward(shard).kept)
             )
         saved = vjp.Saved(shard, out.reshape(grouped), lse.reshape(grouped[:-1]), of_branches)
-        grads = vjp.backward(spec, saved, dout.reshape(grouped))
-        return [x.reshape(shape) for x, shape in zip(grads, shapes, strict=False)]
+        *grads, dsink = vjp.backward(spec, saved, dout.reshape(grouped), dlse)
+        grads = [x.reshape(shape) for x, shape in zip(grads, shapes, strict=False)]
+        if dsink is None:
+            return grads
+        dsink = dsink.reshape(shapes[2 + sum(self.present)])
+        return [*grads, dsink if spec.axis_name is None else lax.psum(dsink, spec.axis_name)]
 
 
 # The functions below are cached, because JAX finds traced functions by their identity.

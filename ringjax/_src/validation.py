@@ -344,6 +344,19 @@ def check_inputs(
     return AttentionShape(batch, length, true_length, kv_heads, heads // kv_heads, dim, factor)
 
 
+def check_extra_keys(sink_logits: object, return_lse: object, num_heads: int, pattern: DilationPattern) -> None:
+    """Checks the logits of attention sinks, one per query head, and whether the log-sum-exp is returned."""
+    check_bool("return_lse", return_lse)
+    if sink_logits is None:
+        return
+    check_array("sink_logits", sink_logits, "floating point", ("heads",))
+    shape = cast(Array, sink_logits).shape
+    if shape != (num_heads,):
+        raise ValueError(f"`sink_logits` must have shape (query heads,) = ({num_heads},), got {shape}.")
+    if pattern.mixing == "detached":
+        raise ValueError(f'`sink_logits` must be None with `mixing="detached"`, got an array of shape {shape}.')
+
+
 def check_positions(batch: int, length: int) -> None:
     """Checks that one device can index the rows of its batch with int32."""
     if batch * length > MOST_POSITIONS:

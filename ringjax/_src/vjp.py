@@ -15,6 +15,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ringjax._src import online_softmax as softmax
+from ringjax._src.branches.extra_keys import joint_start, sequence_lengths
 from ringjax._src.branches.protocol import InFlight, Kept, Shard
 from ringjax._src.branches.registry import make_branches, ordered_axis
 from ringjax._src.comm.ordering import after
@@ -27,9 +28,9 @@ class Saved(NamedTuple):
     """What the forward pass saves for the backward pass.
 
     Attributes:
-        shard: Query, key and value, segment ids and dropout seeds.
+        shard: Query, key and value, segment ids, dropout seeds and attention sinks.
         out: The output (B, c, K, G, H).
-        lse: The log-sum-exp over all branches (B, c, K, G).
+        lse: The log-sum-exp over all branches and extra keys (B, c, K, G).
         kept: Output rows of each branch on its own, with ``mixing="detached"``; otherwise empty.
     """
 
@@ -39,12 +40,21 @@ class Saved(NamedTuple):
     kept: list[Kept]
 
 
+Result = Array | tuple[Array, Array]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attention(
-    spec: AttentionSpec, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None
-) -> Array:
-    """Computes attention (B, c, K, G, H); the arguments are those of `Shard`."""
-    return forward(spec, Shard(query, key, value, ids, seeds)).out
+    spec: AttentionSpec,
+    query: Array,
+    key: Array,
+    value: Array,
+    ids: Array | None,
+    seeds: Array | None,
+    sink: Array | None,
+) -> Result:
+    """Computes attention (B, c, K, G, H), and the log-sum-exp if asked for; the arguments are those of `Shard`."""
+    return _attention_fwd(spec, query, key, value, ids, seeds, sink)[0]
 
 
 # Calls outside of `jit` compile once, and equal layers are traced once. Inlined, because plain XLA holds more in memory
@@ -62,13 +72,15 @@ def count_tiles(spec: AttentionSpec, shard: Shard) -> Array:
 
 def forward(spec: AttentionSpec, shard: Shard) -> Saved:
     """Computes the output of this device's queries, and what the backward pass needs."""
+    saved = shard
     branches = make_branches(spec, shard)
     axis_name = ordered_axis(spec, branches)
+    shard = shard._replace(lengths=sequence_lengths(spec, shard.ids))
     in_flight: list[InFlight] = []
     for branch in branches:
         with jax.named_scope(branch.name):
             in_flight.append(branch.start(shard))
-    merged = softmax.empty_like(jnp.zeros_like(shard.query, dtype=softmax.accumulator(shard.query.dtype)))
+    merged = joint_start(spec, shard)
     kept: list[Kept] = []
     for branch, started in zip(branches, in_flight, strict=True):
         order = functools.partial(after, done=(in_flight, merged.lse), axis_name=axis_name)
@@ -79,24 +91,38 @@ def forward(spec: AttentionSpec, shard: Shard) -> Saved:
             kept.append(jax.tree.map(lambda x: checkpoint_name(x.astype(shard.query.dtype), "ringjax_out"), rows))
     out = (merged.out / spec.attend_config.output_divisor).astype(shard.query.dtype)
     lse = checkpoint_name(merged.lse, "ringjax_lse")
-    return Saved(shard, checkpoint_name(out, "ringjax_out"), lse, kept)
+    return Saved(saved, checkpoint_name(out, "ringjax_out"), lse, kept)
 
 
 def _attention_fwd(
-    spec: AttentionSpec, query: Array, key: Array, value: Array, ids: Array | None, seeds: Array | None
-) -> tuple[Array, Saved]:
-    saved = forward(spec, Shard(query, key, value, ids, seeds))
-    return saved.out, saved
+    spec: AttentionSpec,
+    query: Array,
+    key: Array,
+    value: Array,
+    ids: Array | None,
+    seeds: Array | None,
+    sink: Array | None,
+) -> tuple[Result, Saved]:
+    saved = forward(spec, Shard(query, key, value, ids, seeds, sink))
+    return (saved.out, saved.lse) if spec.returns_lse else saved.out, saved
 
 
-def backward(spec: AttentionSpec, saved: Saved, dout: Array) -> tuple[Array, Array, Array]:
-    """Computes the gradients of query, key and value."""
-    shard, out, lse, kept = saved
+class InputGrads(NamedTuple):
+    """Gradients of the arrays of a `Shard`."""
+
+    query: Array
+    key: Array
+    value: Array
+    sink: Array | None  # (B, K, G): the sum over the rows of this device
+
+
+def backward(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None) -> InputGrads:
+    """Computes the gradients, given those of the output and of the log-sum-exp if it was returned."""
+    shard, _, lse, kept = saved
     branches = make_branches(spec, shard)
     kept = kept or [None] * len(branches)
     axis_name = ordered_axis(spec, branches)
-    joint_delta = delta(dout, out, lse.dtype, spec.attend_config)
-    residuals = Residuals(dout, softmax.for_backward(lse), joint_delta, out)
+    residuals = _residuals(spec, saved, dout, dlse)
     in_flight: list[InFlight] = []
     for branch, rows in zip(branches, kept, strict=True):
         residuals = residuals._replace(lse=after(residuals.lse, in_flight, axis_name))
@@ -109,11 +135,32 @@ def backward(spec: AttentionSpec, saved: Saved, dout: Array) -> tuple[Array, Arr
         with jax.named_scope(f"{branch.name}_bwd"):
             grads = branch.finish_bwd(shard, residuals, rows, sent, grads)
     dq, dk, dv = (x.astype(shard.query.dtype) for x in (grads.query, *grads.kv))
-    return dq, dk, dv
+    dsink = None if shard.sink is None else -(jnp.exp(shard.sink[:, None] - residuals.lse) * residuals.delta).sum(1)
+    return InputGrads(dq, dk, dv, dsink)
 
 
-def _attention_bwd(spec: AttentionSpec, saved: Saved, dout: Array) -> tuple[Array, Array, Array, None, None]:
-    return *backward(spec, saved, dout), None, None
+def _residuals(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None) -> Residuals:
+    """Returns what all branches need: ``dscores = p * (dp - delta)`` with ``delta = sum(dout * out) - dlse``.
+
+    With ``mixing="detached"`` the first term differs between branches, and each adds it itself.
+    """
+    _, out, lse, _ = saved
+    if spec.pattern.mixing == "detached":
+        shift = jnp.zeros_like(lse)
+    else:
+        shift = delta(dout, out, lse.dtype, spec.attend_config)
+    if dlse is None:
+        return Residuals(dout, softmax.for_backward(lse), shift, out)
+    shift -= jnp.where(lse == -jnp.inf, 0, dlse)  # the log-sum-exp of an empty row is a constant
+    return Residuals(dout, softmax.for_backward(lse), shift)
+
+
+def _attention_bwd(
+    spec: AttentionSpec, saved: Saved, cotangents: Result
+) -> tuple[Array, Array, Array, None, None, Array | None]:
+    dout, dlse = cotangents if isinstance(cotangents, tuple | list) else (cotangents, None)
+    grads = backward(spec, saved, dout, dlse)
+    return grads.query, grads.key, grads.value, None, None, grads.sink
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

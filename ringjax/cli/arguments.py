@@ -16,7 +16,7 @@ from ringjax._src.aot.compile import Workload
 from ringjax._src.comm.devices import Platform
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
-from ringjax._src.pattern import Branch, Coverage, DilationPattern, Heads, Mixing, Offsets
+from ringjax._src.pattern import Branch, Coverage, DilationPattern, Heads, Mixing, Offsets, Padding
 from ringjax._src.planning.plan import Plan, plan
 from ringjax.cli.hardware import DEVICES, Device
 
@@ -99,7 +99,7 @@ def parse_pattern(text: str, seq_len: int, **options: Any) -> DilationPattern:  
     Args:
         text: The pattern, where T is the whole sequence.
         seq_len: Length of the sequence.
-        **options: `offsets`, `heads` and `mixing` of `DilationPattern`.
+        **options: `offsets`, `heads`, `mixing` and `padding` of `DilationPattern`.
 
     Example:
         >>> parse_pattern("2K/1,T/16", seq_len=65536)
@@ -154,11 +154,12 @@ class PlanOptions:
     offsets: Offsets = "mod"
     heads: Heads = "all"
     mixing: Mixing = "exact"
+    padding: Padding = "masked"
 
     @property
     def pattern(self) -> DilationPattern:
         """The pattern at this sequence length."""
-        options = {"offsets": self.offsets, "heads": self.heads, "mixing": self.mixing}
+        options = {"offsets": self.offsets, "heads": self.heads, "mixing": self.mixing, "padding": self.padding}
         return parse_pattern(self.pattern_text, self.seq_len, **options)
 
     @property
@@ -257,6 +258,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "offsets": _option("offsets", "offset rule", choices=get_args(Offsets), default="mod"),
     "branch-heads": _option("heads", "heads per branch", choices=get_args(Heads), default="all"),
     "mixing": _option("mixing", "how branches are combined", choices=get_args(Mixing), default="exact"),
+    "padding": _option("padding", "what fills up short segments", choices=get_args(Padding), default="masked"),
     "causal": _option("is_causal", "causal attention", action="store_true"),
     "dtype": _option("dtype", "dtype of the arrays", choices=DTYPES, default="bf16"),
     "ring": _option("ring_size", "devices that share the sequence", MOST_DEVICES, default="1", metavar="P"),

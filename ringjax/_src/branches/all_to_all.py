@@ -199,7 +199,7 @@ class DenseAllToAllBranch:
             parts = self.exchange.kv_part() * key.shape[2], self.exchange.query_part() * query.shape[3]
             seeds = indexing.dynamic_slice_in_dim(seeds, parts[0], key.shape[2], axis=1)
             seeds = indexing.dynamic_slice_in_dim(seeds, parts[1], query.shape[3], axis=2)
-        return Shard(query, key, value, ids, seeds), others
+        return Shard(query, key, value, ids, seeds, lengths=shard.lengths), others
 
     def _to_rows(self, *given: tuple[Array, str]) -> list[Array]:
         """Inverts `_to_heads`."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import jax.numpy as jnp
+from jax import Array
 
 from ringjax._src import dropout
 from ringjax._src import online_softmax as softmax
+from ringjax._src.branches.extra_keys import branch_start
 from ringjax._src.branches.protocol import InFlight, Kept, Shard
 from ringjax._src.dropout import RowHashes
 from ringjax._src.kernels.dispatch import attend, attend_bwd, delta
@@ -28,12 +30,16 @@ class LocalBranch:
         name: Name of the branch in profiles.
         parts: Its whole segments, and its shorter last segment.
         is_first: Whether no branch runs before this one.
+        starts_empty: Whether the first branch is merged into an empty partial softmax.
+        first_head: Index of the first key/value head of the device.
     """
 
     spec: AttentionSpec
     name: str
     parts: tuple[RowSelection, ...]
     is_first: bool
+    starts_empty: bool = True
+    first_head: Array | int = 0
 
     def start(self, shard: Shard) -> InFlight:
         """Sends nothing."""
@@ -44,12 +50,13 @@ class LocalBranch:
         for rows in self.parts:
             operands = self._operands(shard, rows)
             if self.spec.pattern.mixing == "detached":
-                part = attend(softmax.empty_like(merged.out), operands, self._config(is_prior_empty=True))
+                part = self._own_start(shard, rows)
+                part = attend(part, operands, self._config(is_prior_empty=not self.spec.has_zero_keys))
                 merged = softmax.merge(merged, part)
                 packer = self._packer(rows)
                 kept.append(packer.pack(packer.view(part.out.astype(shard.query.dtype)), None, self.spec.q_per_kv))
             else:
-                merged = attend(merged, operands, self._config(is_prior_empty=self.is_first))
+                merged = attend(merged, operands, self._config(is_prior_empty=self.is_first and self.starts_empty))
         return merged, kept
 
     def start_bwd(self, shard: Shard, residuals: Residuals, kept: Kept) -> InFlight:
@@ -58,14 +65,15 @@ class LocalBranch:
     def finish_bwd(self, shard: Shard, residuals: Residuals, kept: Kept, in_flight: InFlight, grads: Grads) -> Grads:
         """Adds the gradients of the branch to `grads`."""
         for i, rows in enumerate(self.parts):
-            operands = self._operands(shard, rows)
+            operands, of_part = self._operands(shard, rows), residuals
             if self.spec.pattern.mixing == "detached":
                 packer = self._packer(rows)
                 zeros = jnp.zeros_like(residuals.dout)
                 out = rows.put_view(zeros, *packer.add((rows.view(zeros),), (kept[i],)))
                 own_delta = delta(residuals.dout, out, residuals.lse.dtype, self.spec.attend_config)
-                residuals = residuals._replace(delta=own_delta, out=out)
-            grads = attend_bwd(grads, operands, residuals, self._config(is_prior_empty=self.is_first))
+                of_part = residuals._replace(delta=own_delta + residuals.delta)
+                of_part = of_part._replace(out=None if residuals.out is None else out)
+            grads = attend_bwd(grads, operands, of_part, self._config(is_prior_empty=self.is_first))
         return grads
 
     def count_tiles(self) -> int:
@@ -73,6 +81,15 @@ class LocalBranch:
         loops = [block_loop(rows, self.spec.q_per_kv, self.spec.is_causal) for rows in self.parts]
         tasks = [self.spec.batch * rows.chunks * len(rows.heads) for rows in self.parts]
         return sum(num * int(loop.count_tiles()) for num, loop in zip(tasks, loops, strict=True))
+
+    def _own_start(self, shard: Shard, rows: RowSelection) -> PartialSoftmax:
+        """Returns the partial softmax over the zero keys of a part of the branch."""
+        start = branch_start(self.spec, shard, rows.branch, self.first_head)
+        if len(self.parts) == 1:
+            return start
+        at = jnp.arange(shard.query.shape[1], dtype=jnp.int32)[None, :, None, None]
+        is_inside = (at >= rows.first) & (at < rows.first + rows.chunks * rows.chunk_length)
+        return start._replace(lse=jnp.where(is_inside, start.lse, -jnp.inf))
 
     def _config(self, *, is_prior_empty: bool) -> AttendConfig:
         return dataclasses.replace(self.spec.attend_config, is_prior_empty=is_prior_empty)

@@ -26,6 +26,8 @@ class Shard(NamedTuple):
         value: (B, c, K, H).
         ids: Segment ids (B, c), or None.
         seeds: Dropout seed of each head, (B, K, G), or None.
+        sink: Logit of the attention sink of each head, (B, K, G), in the accumulator dtype, or None.
+        lengths: Rows of each sequence that are not padding, (B,), or None; for zero keys only.
     """
 
     query: Array
@@ -33,6 +35,13 @@ class Shard(NamedTuple):
     value: Array
     ids: Array | None = None
     seeds: Array | None = None
+    sink: Array | None = None
+    lengths: Array | None = None
+
+    @property
+    def arrays(self) -> tuple[Array | None, ...]:
+        """What callers give: all but the lengths."""
+        return self[:6]
 
 
 class Branch(Protocol):

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from jax import lax
-
 from ringjax._src.branches.all_gather import AllGatherBranch
 from ringjax._src.branches.all_to_all import AllToAllBranch, DenseAllToAllBranch, head_exchange
+from ringjax._src.branches.extra_keys import first_head
 from ringjax._src.branches.local import LocalBranch
 from ringjax._src.branches.protocol import Branch, Shard
 from ringjax._src.branches.ring import RingBranch
@@ -30,9 +29,10 @@ def make_branches(spec: AttentionSpec, shard: Shard) -> list[Branch]:
     plans = [plan for plan in checked_plan(spec).branches if plan.selections]
     local = [plan for plan in plans if plan.where == "local"]
     branches: list[Branch] = []
+    starts_empty = not spec.has_zero_keys and shard.sink is None
     for plan in local:
         parts = tuple(_local_heads(spec, rows) for rows in plan.selections)
-        branches.append(LocalBranch(spec, _name(plan), parts, is_first=not branches))
+        branches.append(LocalBranch(spec, _name(plan), parts, not branches, starts_empty, first_head(spec)))
     dense = [plan for plan in plans if plan.exchange == "dense"]
     if dense:
         branches.append(_dense_branch(spec, dense))
@@ -53,14 +53,12 @@ def _dense_branch(spec: AttentionSpec, plans: list[BranchPlan]) -> DenseAllToAll
     """Returns the branches that share an exchange of whole arrays, for the heads that this device receives."""
     exchange = head_exchange(spec, spec.ring_size, spec.local_kv_heads)
     num = spec.local_kv_heads // exchange.parts.kv
-    first = exchange.kv_part() * num
-    if spec.head_axis is not None:
-        first += lax.axis_index(spec.head_axis) * spec.local_kv_heads
+    first = exchange.kv_part() * num + first_head(spec)
     one = geometry.exchanged_spec(spec, exchange.parts)
     branches: list[LocalBranch] = []
     for plan in plans:
         parts = tuple(rows.local_heads(first, num) for rows in plan.selections)
-        branches.append(LocalBranch(one, _name(plan), parts, is_first=not branches))
+        branches.append(LocalBranch(one, _name(plan), parts, is_first=not branches, first_head=first))
     return DenseAllToAllBranch(spec, "_".join(branch.name for branch in branches), exchange, tuple(branches))
 
 
@@ -68,8 +66,7 @@ def _local_heads(spec: AttentionSpec, rows: RowSelection) -> RowSelection:
     """Restricts a selection to the heads of this device."""
     if spec.head_axis is None or spec.head_shards == 1:
         return rows
-    num = spec.local_kv_heads
-    return rows.local_heads(lax.axis_index(spec.head_axis) * num, num)
+    return rows.local_heads(first_head(spec), spec.local_kv_heads)
 
 
 def _name(plan: BranchPlan) -> str:

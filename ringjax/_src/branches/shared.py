@@ -17,6 +17,7 @@ from jax import Array, lax
 from ringjax._src import dropout, indexing
 from ringjax._src import online_softmax as softmax
 from ringjax._src.branches.chunk_pairs import chunk_pairs, chunk_starts
+from ringjax._src.branches.extra_keys import branch_start, first_head
 from ringjax._src.branches.protocol import InFlight, Kept, Shard
 from ringjax._src.comm.ring_comm import RingComm
 from ringjax._src.dropout import RowHashes
@@ -105,11 +106,17 @@ class SharedBranch(abc.ABC):
     def finish(self, shard: Shard, in_flight: InFlight, merged: PartialSoftmax) -> tuple[PartialSoftmax, Kept]:
         """Attends and merges."""
         views = self._views(shard)
+        zero_keys = None
+        if self._is_detached and self.spec.has_zero_keys:
+            zero_keys = self._packer.view(branch_start(self.spec, shard, self.rows.branch, first_head(self.spec)).lse)
 
         def attend_and_merge(
             branch: SharedBranch, merged: PartialSoftmax, sent: InFlight
         ) -> tuple[PartialSoftmax, Array | None]:
             part = branch.attend_rows(views, sent)
+            if zero_keys is not None:
+                lse = branch._packer.pack(zero_keys, None, self.spec.q_per_kv)[..., 0]
+                part = softmax.merge(part, PartialSoftmax(jnp.zeros_like(part.out), lse))
             return branch._packer.merge(merged, part), part.out if self._is_detached else None
 
         def step(merged: PartialSoftmax, index: Array) -> tuple[PartialSoftmax, Array | None]:
@@ -280,6 +287,8 @@ class SharedBranch(abc.ABC):
         """Packs and computes gradients; delta is that of the branch's `own` output, if given."""
         queries, keys = self.pack_queries(views), self.pack_keys(views)
         dout, lse, joint_delta = (self._packer.pack(x, queries.ids, self.spec.q_per_kv) for x in of_residuals[:3])
-        own_delta = joint_delta[..., 0] if own is None else delta(dout, own, lse.dtype, self._config)
+        own_delta = joint_delta[..., 0]
+        if own is not None:
+            own_delta += delta(dout, own, lse.dtype, self._config)
         queries = queries._replace(residuals=Residuals(dout, lse[..., 0], own_delta))
         return self.attend_all_bwd(queries, keys)

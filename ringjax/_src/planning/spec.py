@@ -31,6 +31,7 @@ class AttentionSpec(NamedTuple):
         is_causal: Whether attention is causal.
         dtype: Dtype of query, key and value.
         has_ids: Whether there are segment ids.
+        has_sinks: Whether there are attention sinks.
         ring_size: Devices that share the sequence.
         layout: Layout of the sequence.
         strategy: How branches share segments.
@@ -44,6 +45,7 @@ class AttentionSpec(NamedTuple):
         dropout_rate: Probability of dropping a weight.
         implementation: The kernels that the caller asked for, or None.
         block_sizes: Block sizes of the Pallas kernels, or None.
+        returns_lse: Whether the caller asked for the log-sum-exp.
     """
 
     pattern: DilationPattern
@@ -56,6 +58,7 @@ class AttentionSpec(NamedTuple):
     is_causal: bool
     dtype: str
     has_ids: bool
+    has_sinks: bool = False
     ring_size: int = 1
     layout: str = "contiguous"
     strategy: str = "ring"
@@ -69,6 +72,7 @@ class AttentionSpec(NamedTuple):
     dropout_rate: float = 0.0
     implementation: str | None = None
     block_sizes: BlockSizes | None = None
+    returns_lse: bool = False
 
     @property
     def platform(self) -> Platform:
@@ -89,6 +93,14 @@ class AttentionSpec(NamedTuple):
     def local_kv_heads(self) -> int:
         """Key/value heads per device."""
         return self.kv_heads // self.head_shards
+
+    @property
+    def has_zero_keys(self) -> bool:
+        """Whether queries may attend to keys of zeros, see `DilationPattern.padding`."""
+        if self.pattern.padding != "zeros" or self.is_causal:
+            return False
+        branches = self.pattern.branches(self.kv_heads, self.seq_len)
+        return self.has_ids or any(self.seq_len % b.segment_length or b.segment_length % b.rate for b in branches)
 
     @property
     def query_block_rows(self) -> int:

@@ -67,7 +67,7 @@ class RowSelection:
         """Size of the arrays in bytes."""
         return self.heads.nbytes + self.offsets.nbytes + self.counts.nbytes
 
-    def local_heads(self, first: Array, num: int) -> RowSelection:
+    def local_heads(self, first: Array | int, num: int) -> RowSelection:
         """Restricts a selection of all heads to `num` heads from `first`, renumbered from 0, for sharded heads."""
         return dataclasses.replace(self.head_range(first, num), heads=frozen(range(num)))
 

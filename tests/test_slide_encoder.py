@@ -1,0 +1,206 @@
+"""The slide encoder gives the embeddings and gradients of Prov-GigaPath for slides and batches of any length."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torchscale_reference as reference
+from cases import QUICK, error
+from flax import nnx
+
+import ringjax as rj
+from ringjax.models import LongNetConfig, SlideEncoder, slide, slide_inputs
+
+WEIGHTS = reference.gigapath_weights()
+COMPILE = functools.partial(jax.jit, compiler_options=QUICK)
+SEGMENTS, RATES = (32, 96, 256, 512), (1, 2, 4, 16)  # several segments in short slides
+
+
+def torchscale_pattern(segment_lengths=SEGMENTS, rates=RATES) -> rj.DilationPattern:
+    return rj.DilationPattern(segment_lengths, rates, offsets="block", mixing="detached", padding="zeros")
+
+
+def slide_of(length, width=24, seed=1, dtype=np.float64):
+    rng = np.random.default_rng([seed, length])
+    return rng.standard_normal((length, width)).astype(dtype), rng.integers(0, 256_000, (length, 2))
+
+
+def load(weights, dtype, **options) -> SlideEncoder:
+    return SlideEncoder.from_gigapath(weights, dtype=dtype, param_dtype=dtype, **options)
+
+
+def errors_in_float64(weights, length, *, pattern=None, **options):
+    """Returns the errors of the embedding and of the gradients of tiles and weights."""
+    tiles, coordinates = slide_of(length, weights["patch_embed.proj.weight"].shape[1])
+    branches = None if pattern is None else (pattern.segment_lengths, pattern.dilation_rates)
+    cotangent = np.random.default_rng(0).standard_normal(weights["norm.bias"].shape[0])
+
+    def with_gradients(encode):
+        def loss(parameters, tiles):
+            embedding = encode(parameters, tiles)
+            return jnp.tensordot(embedding, cotangent, axes=1).sum(), embedding
+
+        return COMPILE(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+    with jax.enable_x64(True):
+        exact = {name: jnp.asarray(x, jnp.float64) for name, x in weights.items()}
+        theirs = with_gradients(lambda w, x: reference.gigapath(w, x, coordinates, options=branches, **options))
+        (_, expected), (weight_gradients, tile_gradients) = theirs(exact, tiles)
+        encoder = load(weights, np.float64, pattern=pattern)
+        graph, parameters = nnx.split(encoder)
+
+        def encode(parameters, tiles):
+            embedding = nnx.merge(graph, parameters)(tiles[None], coordinates[None], **options)
+            return embedding[..., 0, :]
+
+        (_, embedding), (gradients, ours) = with_gradients(encode)(parameters, tiles)
+        # conversion only permutes, so gradients are converted like weights
+        converted = load(jax.tree.map(np.asarray, weight_gradients), np.float64, pattern=pattern)
+        each = jax.tree.map(error, *(nnx.to_pure_dict(x) for x in (gradients, nnx.split(converted)[1])))
+    assert embedding.dtype == np.float64
+    return [error(embedding, expected), error(ours, tile_gradients), *jax.tree.leaves(each)]
+
+
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (1, {}),
+        (14, {"pool": "mean"}),
+        pytest.param(100, {"all_layers": True}, marks=pytest.mark.slow),
+        (777, {}),
+        pytest.param(777, {"pool": "mean", "all_layers": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_embedding_and_gradients_are_those_of_gigapath(length, options):
+    assert max(errors_in_float64(WEIGHTS, length, **options)) <= 1e-9
+
+
+@pytest.mark.parametrize("length", [pytest.param(99, marks=pytest.mark.slow), 300])
+def test_several_segments_are_padded_as_in_torchscale(length):
+    assert max(errors_in_float64(WEIGHTS, length, pattern=torchscale_pattern(), pool="mean", all_layers=True)) <= 1e-9
+
+
+@functools.cache
+def full_size(num_layers):
+    return reference.gigapath_weights(num_layers, features=768, hidden=3072, input_features=1536)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("length", "pool"), [(1, "mean"), (14, "cls"), (100, "mean"), (777, "cls"), (1500, "mean"), (5000, "cls")]
+)
+def test_gradients_are_those_of_gigapath_at_full_width(length, pool):
+    assert max(errors_in_float64(full_size(2), length, pool=pool)) <= 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [6000])
+def test_gradients_are_those_of_gigapath_beyond_a_segment(length):
+    assert max(errors_in_float64(full_size(2), length)) <= 1e-9
+
+
+def expected_embedding(weights, tiles, coordinates, **options):
+    with jax.enable_x64(True):
+        exact = {name: jnp.asarray(x, jnp.float64) for name, x in weights.items()}
+        encode = COMPILE(lambda w, x: reference.gigapath(w, x, coordinates, **options))
+        return np.asarray(encode(exact, np.asarray(tiles, np.float64)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [1, 14, 100, 777, 1500, 5000, 6000])
+def test_float32_embeddings_of_all_layers_are_those_of_gigapath_at_full_depth(length):
+    weights = full_size(12)
+    tiles, coordinates = slide_of(length, 1536, dtype=np.float32)
+    encoder = load(weights, np.float32)
+    for options in ({}, {"pool": "mean"}, {"all_layers": True}):
+        found = np.squeeze(encoder(tiles[None], coordinates[None], **options), axis=-2)
+        assert error(found, expected_embedding(weights, tiles, coordinates, **options)) <= 2e-5
+
+
+@pytest.mark.slow
+def test_twenty_thousand_tiles_give_the_embedding_of_gigapath():
+    weights = full_size(2)
+    tiles, coordinates = slide_of(20_000, 1536, dtype=np.float32)
+    expected = expected_embedding(weights, tiles, coordinates)
+    with jax.enable_x64(True):
+        found = load(weights, np.float64)(tiles[None].astype(np.float64), coordinates[None])[0]
+    assert error(found, expected) <= 1e-9
+    assert error(load(weights, np.float32)(tiles[None], coordinates[None])[0], expected) <= 2e-5
+
+
+def small_encoder(**options) -> SlideEncoder:
+    return load(WEIGHTS, options.pop("dtype", np.float32), pattern=torchscale_pattern(), **options)
+
+
+def batch_of(lengths, fill=np.nan):
+    """Returns a padded batch of slides."""
+    tiles = np.full((len(lengths), max(lengths), 24), fill, np.float32)
+    coordinates = np.full((len(lengths), max(lengths), 2), -7, np.int32)
+    for i, length in enumerate(lengths):
+        tiles[i, :length], coordinates[i, :length] = slide_of(length)
+    return tiles, coordinates
+
+
+def test_a_slide_gives_the_same_embeddings_in_a_batch_and_alone():
+    encoder, lengths = small_encoder(), [1, 100, 255, 400]
+    tiles, coordinates = batch_of(lengths)
+    for options in ({"return_tiles": True}, {"pool": "mean", "all_layers": True}):
+        together = encoder(tiles, coordinates, lengths, **options)
+        for i, length in enumerate(lengths):
+            alone = encoder(tiles[i : i + 1, :length], coordinates[i : i + 1, :length], **options)
+            if "all_layers" in options:
+                assert error(together[:, i], alone[:, 0]) <= 1e-6
+            else:
+                assert error(together[0][i], alone[0][0]) <= 1e-6
+                assert error(together[1][i, :length], alone[1][0]) <= 1e-6
+                assert not np.any(together[1][i, length:])
+
+
+def test_a_cohort_shares_a_few_programs():
+    encoder = small_encoder()
+    before = slide._encode._cache_size()
+    for length in (3, 17, 100, 255):
+        tiles, coordinates = slide_of(length, dtype=np.float32)
+        encoder(tiles[None], coordinates[None])
+    assert slide._encode._cache_size() - before <= 1
+    lengths = np.random.default_rng(0).integers(500, 50_000, 1000) + 1
+    buckets = [slide_inputs.bucket_length(int(n)) for n in lengths]
+    assert len(set(buckets)) <= 22
+    assert all(n <= bucket <= max(512, 2 * n) and bucket <= max(2048, 1.25 * n) for n, bucket in zip(lengths, buckets, strict=True))
+
+
+def test_no_program_holds_a_table_of_the_grid_or_a_square_of_the_length():
+    encoder = small_encoder()
+    shapes = {"tiles": (1, 4000, 24), "coordinates": (1, 4000, 2)}
+    arguments = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
+    jaxpr = jax.make_jaxpr(lambda tiles, coordinates: encoder(tiles, coordinates, pool="mean"))(**arguments)
+    compiled = jax.jit(lambda tiles, coordinates: encoder(tiles, coordinates)).lower(**arguments).compile()
+    assert max(x.size for x in jaxpr.consts) <= 1000 * 64
+    rows = 4096 * (64 * 24 + 24)  # what grows with the length: some 24 arrays of features
+    assert compiled.memory_analysis().temp_size_in_bytes <= 4 * rows
+
+
+@pytest.mark.parametrize("name", ["tiles", "bfloat16"])
+def test_bfloat16_is_close_to_float32(name):
+    lengths = [60, 200]
+    tiles, coordinates = batch_of(lengths)
+    expected = small_encoder()(tiles, coordinates, lengths, pool="mean")
+    if name == "tiles":
+        found = small_encoder()(jnp.asarray(tiles, jnp.bfloat16), coordinates, lengths, pool="mean")
+    else:
+        found = load_bfloat16()(tiles, coordinates, lengths, pool="mean")
+    assert found.dtype == np.float32
+    assert np.linalg.norm(found - expected) <= 0.05 * np.linalg.norm(expected)
+
+
+def load_bfloat16():
+    return SlideEncoder.from_gigapath(WEIGHTS, dtype=jnp.bfloat16, pattern=torchscale_pattern())
+
+
+def test_config_of_gigapath_has_its_sizes():
+    config = LongNetConfig.gigapath()
+    assert (config.num_layers, config.features, config.num_heads, config.input_features) == (12, 768, 16, 1536)
+    assert config.pattern == torchscale_pattern(reference.GIGAPATH_SEGMENTS, reference.GIGAPATH_RATES)
+    assert (config.dropout_rate, config.drop_path_rate, config.norm_epsilon) == (0.25, 0.1, 1e-5)
