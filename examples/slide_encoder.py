@@ -58,7 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("slide_encoder: interrupted; run the same command again to continue", file=sys.stderr)
         return 130
-    console.print(f"{len(results.entries):,} embeddings in {options.out}", markup=False)
+    if results.entries:
+        shape = next(iter(results.entries.values())).embedding.shape
+        console.print(f"{options.out}: {len(results.entries):,} embeddings of shape {shape}", markup=False)
     if failed:
         print(f"slide_encoder: {failed} of {len(jobs)} slides failed, see above", file=sys.stderr)
     return 1 if failed else 0
@@ -107,9 +109,8 @@ def demo(options: argparse.Namespace, console: Console) -> tuple[SlideEncoder, s
     folder: pathlib.Path = options.demo
     folder.mkdir(parents=True, exist_ok=True)
     rng = np.random.default_rng(0)
-    lesion = np.repeat([0.5, 0.0], 768)
     slide = folder / "synthetic.npz"
-    write_slide(slide, synthetic_slide(rng, 1200, lesion=lesion))
+    write_slide(slide, synthetic_slide(rng, 1200))
     console.print("a synthetic slide of 1,200 tiles; random weights with the shapes of Prov-GigaPath", markup=False)
     options.tiles, options.out, options.overwrite = [str(slide)], folder / "embeddings.npz", True
     options.heatmap = options.heatmap or folder / "map.png"
@@ -167,14 +168,16 @@ def process_slide(encoder: SlideEncoder, job: Job, results: Embeddings, options:
     if not np.isfinite(embedding).all():
         raise SlideError(f"{job.file}: the embedding is not finite (try --dtype float32)")
     if job.heatmap is not None:
-        draw(encoder, slide, job)
+        draw(encoder, slide, job, options.pool)
     results.add(job.name, job.file, embedding, len(slide.features))
     return f"{job.name}: {len(slide.features):,} tiles" + ("" if job.heatmap is None else f", {job.heatmap}")
 
 
-def draw(encoder: SlideEncoder, slide: Slide, job: Job) -> None:
-    """Draws how much each tile contributes to the CLS token through the attention of all layers."""
-    weights = encoder.attention_rollout(slide.features[None], slide.coordinates[None], tile_size=slide.tile_size)
+def draw(encoder: SlideEncoder, slide: Slide, job: Job, pool: str) -> None:
+    """Draws which tiles the attention of all layers prefers on the way to the slide embedding."""
+    weights = encoder.attention_rollout(
+        slide.features[None], slide.coordinates[None], pool=pool, relative=True, tile_size=slide.tile_size
+    )
     try:
         save_heatmap(job.heatmap, weights[0], slide.coordinates, tile_size=slide.tile_size, title=job.name)
     except (OSError, ModuleNotFoundError) as error:

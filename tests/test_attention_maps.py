@@ -102,6 +102,22 @@ def test_rollout_is_the_product_of_all_layers():
             assert not found[slide, num:].any()
 
 
+def test_relative_rollout_is_one_for_equal_scores():
+    encoder = encoder_on()
+    shares, relative = (np.asarray(encoder.attention_rollout(**slides(), relative=x)) for x in (False, True))
+    graph, parameters = nnx.split(encoder)
+    flat = dict(nnx.to_flat_state(parameters))
+    for path, variable in flat.items():
+        if "query" in path:
+            flat[path] = variable.replace(0 * variable[...])
+    equal = nnx.merge(graph, nnx.from_flat_state(flat))
+    expected = np.asarray(equal.attention_rollout(**slides()))
+    assert error(relative * np.where(expected > 0, expected, 1), shares) < 1e-6
+    assert np.ptp(relative[0]) > 0.05
+    ones = np.asarray(equal.attention_rollout(**slides(), relative=True))
+    assert error(ones, np.arange(50) < np.array(LENGTHS)[:, None]) < 1e-6
+
+
 @pytest.mark.parametrize("layout", [pytest.param("contiguous", marks=pytest.mark.slow), "zigzag"])
 def test_ring_gives_the_same_maps(layout):
     encoder = encoder_on(rj.Ring(ring_mesh(2), layout=layout))

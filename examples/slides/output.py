@@ -33,12 +33,14 @@ class Embeddings:
         overwrite: Whether to ignore an existing file, which is replaced at the first save.
 
     Raises:
-        SlideError: If the file exists and is damaged, or was written with other settings.
+        SlideError: If the file cannot be written, is damaged, or was written with other settings.
     """
 
     def __init__(self, path: pathlib.Path, settings: dict[str, object], overwrite: bool = False) -> None:
         if path.suffix != ".npz":
             raise SlideError(f"{path}: the name of the output must end in .npz")
+        if not path.parent.is_dir():
+            raise SlideError(f"{path}: cannot be written (no folder {path.parent})")
         self._path, self._settings = path, settings
         self._saved_at, self._is_saved = time.monotonic(), True
         self.entries: dict[str, Entry] = {} if overwrite or not path.exists() else self._load()

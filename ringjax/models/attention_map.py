@@ -63,33 +63,41 @@ def layer_weights(
     return model.encoder.run(step, x)[1]
 
 
-@functools.partial(jax.jit, static_argnames=("is_cls", "reports"))
+@functools.partial(jax.jit, static_argnames=("is_cls", "is_relative", "reports"))
 def rollout(
     graph: nnx.GraphDef[SlideEncoder],
     state: Any,  # noqa: ANN401
     inputs: SlideInputs,
     is_cls: bool,
+    is_relative: bool,
     reports: bool,
 ) -> Array:
-    """Computes how much of the pooled output comes from each row, (B, T), by going back through the layers."""
+    """Computes how much of the pooled output comes from each row, (B, T), by going back through the layers.
+
+    If `is_relative`, divides by the result for equal scores.
+    """
     del reports  # programs with and without debug reports differ
     model = nnx.merge(graph, state)
     x, position = model.rows(inputs)
     ids = segment_ids(position, inputs.lengths)
     _, states = model.encoder.run(lambda block, x, _: (block(x, deterministic=True, segment_ids=ids), x), x)
     is_pooled = (ids == 0) & ((position == 0) if is_cls else (position > 0))
-    shares = is_pooled.astype(jnp.promote_types(x.dtype, jnp.float32))
+    first = is_pooled.astype(jnp.promote_types(x.dtype, jnp.float32))
+    first = first / first.sum(axis=1, keepdims=True)
     block_graph, blocks = nnx.split(model.encoder.blocks)
 
-    def back(shares: Array, layer: Any) -> tuple[Array, None]:  # noqa: ANN401
+    def back(shares: list[Array], layer: Any) -> tuple[list[Array], None]:  # noqa: ANN401
         block = nnx.merge(block_graph, layer[0])
-        return (shares + _passed_on(block, layer[1], ids, shares)) / 2, None
+        passed_on = [_passed_on(block, layer[1], ids, each, equal_scores=i > 0) for i, each in enumerate(shares)]
+        return [(each + more) / 2 for each, more in zip(shares, passed_on, strict=True)], None
 
-    shares = lax.scan(back, shares / shares.sum(axis=1, keepdims=True), (blocks, states), reverse=True)[0]
+    shares, *equal = lax.scan(back, [first] * (1 + is_relative), (blocks, states), reverse=True)[0]
+    if is_relative:
+        shares = jnp.where(equal[0] > 0, shares / jnp.where(equal[0] > 0, equal[0], 1), 0)
     return in_sequence_order(model.ring, shares)
 
 
-def _passed_on(block: Block, x: Array, ids: Array, shares: Array) -> Array:
+def _passed_on(block: Block, x: Array, ids: Array, shares: Array, *, equal_scores: bool) -> Array:
     """Distributes the share of each row (B, T) over the rows that it attends to, by the mean weight of all heads.
 
     Attention is linear in the values, and its transpose multiplies by the transposed weights.
@@ -97,6 +105,7 @@ def _passed_on(block: Block, x: Array, ids: Array, shares: Array) -> Array:
     attention = block.attention
     normalized = block.attention_norm(x)
     query, key = attention.query(normalized), attention.key(normalized)
+    query = jnp.zeros_like(query) if equal_scores else query
     attend = functools.partial(attention.core, query, key, positions=None, segment_ids=ids, seq_len=None)
     _, transpose = jax.vjp(attend, jnp.zeros_like(key))
     per_head = (shares / query.shape[2]).astype(query.dtype)[..., None, None]

@@ -28,8 +28,9 @@ def save_heatmap(
 ) -> None:
     """Draws weights at the coordinates of their tiles and writes the picture as a PNG file.
 
-    Colors show each weight divided by the mean of all. They end at the 99th percentile, so that a few tiles with large
-    weights do not hide the others. Tiles in the same cell of the grid are averaged; places without tiles are gray.
+    Colors show each weight divided by the mean of all. They range from the 1st to the 99th percentile, so that a few
+    tiles with large weights do not hide the others. Tiles in the same cell of the grid are averaged; places without
+    tiles are gray.
 
     Args:
         path: The PNG file.
@@ -67,15 +68,14 @@ def save_heatmap(
     height, width = picture.shape
     extent = np.array([left, left + width, top + height, top]) * tile_size
     values = picture[np.isfinite(picture)]
-    largest = float(np.percentile(values, 99)) or 1.0
-    limits = {"vmin": min(0.0, float(values.min())), "vmax": largest}
-    image = axes.imshow(picture, cmap="inferno", extent=tuple(extent), interpolation="nearest", **limits)
+    low, high = np.percentile(values, [1, 99]).tolist()
+    image = axes.imshow(picture, cmap="inferno", extent=tuple(extent), interpolation="nearest", vmin=low, vmax=high)
     step = _tick_step(max(height, width) * tile_size)
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_locator(MultipleLocator(step))
         axis.set_major_formatter("{x:,.0f}")
     axes.set(xlabel="x in pixels", ylabel="y in pixels", title=title or "")
-    figure.colorbar(image, label=label, extend="max" if values.max() > largest else "neither", shrink=0.9, aspect=30)
+    figure.colorbar(image, label=label, extend="both" if low < high else "neither", shrink=0.9, aspect=30)
     drawn = io.BytesIO()
     figure.savefig(drawn, format="png", dpi=max(120.0, 2 * max(height, width) / _INCHES))  # two pixels per tile or more
     target.write_bytes(drawn.getvalue())
