@@ -1,5 +1,6 @@
 """The slide encoder gives the embeddings and gradients of Prov-GigaPath for slides and batches of any length."""
 
+import contextlib
 import functools
 
 import jax
@@ -27,6 +28,13 @@ def slide_of(length, width=24, seed=1, dtype=np.float64):
     return rng.standard_normal((length, width)).astype(dtype), rng.integers(0, 256_000, (length, 2))
 
 
+@contextlib.contextmanager
+def float64():
+    """Enables float64, and the promotions that the norms of Flax need then."""
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 def load(weights, dtype, **options) -> SlideEncoder:
     return SlideEncoder.from_gigapath(weights, dtype=dtype, param_dtype=dtype, **options)
 
@@ -44,7 +52,7 @@ def errors_in_float64(weights, length, *, pattern=None, **options):
 
         return COMPILE(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
-    with jax.enable_x64(True):
+    with float64():
         exact = {name: jnp.asarray(x, jnp.float64) for name, x in weights.items()}
         theirs = with_gradients(lambda w, x: reference.gigapath(w, x, coordinates, options=branches, **options))
         (_, expected), (weight_gradients, tile_gradients) = theirs(exact, tiles)
@@ -102,7 +110,7 @@ def test_gradients_are_those_of_gigapath_beyond_a_segment(length):
 
 
 def expected_embedding(weights, tiles, coordinates, **options):
-    with jax.enable_x64(True):
+    with float64():
         exact = {name: jnp.asarray(x, jnp.float64) for name, x in weights.items()}
         encode = COMPILE(lambda w, x: reference.gigapath(w, x, coordinates, **options))
         return np.asarray(encode(exact, np.asarray(tiles, np.float64)))
@@ -124,7 +132,7 @@ def test_twenty_thousand_tiles_give_the_embedding_of_gigapath():
     weights = full_size(2)
     tiles, coordinates = slide_of(20_000, 1536, dtype=np.float32)
     expected = expected_embedding(weights, tiles, coordinates)
-    with jax.enable_x64(True):
+    with float64():
         found = load(weights, np.float64)(tiles[None].astype(np.float64), coordinates[None])[0]
     assert error(found, expected) <= 1e-9
     assert error(load(weights, np.float32)(tiles[None], coordinates[None])[0], expected) <= 2e-5
@@ -143,19 +151,17 @@ def batch_of(lengths, fill=np.nan):
     return tiles, coordinates
 
 
-def test_a_slide_gives_the_same_embeddings_in_a_batch_and_alone():
-    encoder, lengths = small_encoder(), [1, 100, 255, 400]
+@pytest.mark.parametrize("pool", ["mean", pytest.param("cls", marks=pytest.mark.slow)])
+def test_a_slide_gives_the_same_outputs_in_a_batch_and_alone(pool):
+    encoder, lengths = small_encoder(), np.array([1, 100, 255, 400])
     tiles, coordinates = batch_of(lengths)
-    for options in ({"return_tiles": True}, {"pool": "mean", "all_layers": True}):
-        together = encoder(tiles, coordinates, lengths, **options)
-        for i, length in enumerate(lengths):
-            alone = encoder(tiles[i : i + 1, :length], coordinates[i : i + 1, :length], **options)
-            if "all_layers" in options:
-                assert error(together[:, i], alone[:, 0]) <= 1e-6
-            else:
-                assert error(together[0][i], alone[0][0]) <= 1e-6
-                assert error(together[1][i, :length], alone[1][0]) <= 1e-6
-                assert not np.any(together[1][i, length:])
+    encode = COMPILE(functools.partial(encoder, pool=pool, all_layers=True, return_tiles=True))
+    together = encode(tiles, coordinates, lengths)
+    for i, length in enumerate(lengths):
+        alone = encode(tiles[i : i + 1, :length], coordinates[i : i + 1, :length])
+        assert error(together[0][:, i], alone[0][:, 0]) <= 1e-6
+        assert error(together[1][i, :length], alone[1][0]) <= 1e-6
+        assert not np.any(together[1][i, length:])
 
 
 def test_a_cohort_shares_a_few_programs():
@@ -182,21 +188,15 @@ def test_no_program_holds_a_table_of_the_grid_or_a_square_of_the_length():
     assert compiled.memory_analysis().temp_size_in_bytes <= 4 * rows
 
 
-@pytest.mark.parametrize("name", ["tiles", "bfloat16"])
-def test_bfloat16_is_close_to_float32(name):
-    lengths = [60, 200]
+def test_bfloat16_is_close_to_float32():
+    lengths = np.array([60, 200])
     tiles, coordinates = batch_of(lengths)
-    expected = small_encoder()(tiles, coordinates, lengths, pool="mean")
-    if name == "tiles":
-        found = small_encoder()(jnp.asarray(tiles, jnp.bfloat16), coordinates, lengths, pool="mean")
-    else:
-        found = load_bfloat16()(tiles, coordinates, lengths, pool="mean")
-    assert found.dtype == np.float32
+    expected = COMPILE(functools.partial(small_encoder(), pool="mean"))(tiles, coordinates, lengths)
+    with jax.numpy_dtype_promotion("standard"):
+        encoder = SlideEncoder.from_gigapath(WEIGHTS, dtype=jnp.bfloat16, pattern=torchscale_pattern())
+        found = COMPILE(functools.partial(encoder, pool="mean"))(tiles, coordinates, lengths)
+    assert encoder.cls_token.dtype == found.dtype == np.float32
     assert np.linalg.norm(found - expected) <= 0.05 * np.linalg.norm(expected)
-
-
-def load_bfloat16():
-    return SlideEncoder.from_gigapath(WEIGHTS, dtype=jnp.bfloat16, pattern=torchscale_pattern())
 
 
 def test_config_of_gigapath_has_its_sizes():

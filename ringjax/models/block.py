@@ -84,6 +84,7 @@ class Block(nnx.Module):
         self.expand = linear(config.features, hidden, kernel_metadata=over(None, axis), bias_metadata=over(axis))
         self.hidden_norm: nnx.LayerNorm | None = nnx.data(norm(hidden) if config.sub_norm else None)
         self.contract = linear(hidden, config.features, kernel_metadata=over(axis, None))
+        self.most_rows = config.feed_forward_rows
         for kernel in (self.attention.out.kernel, self.contract.kernel):
             kernel[...] *= (2 * config.num_layers) ** -0.5
 
@@ -107,17 +108,24 @@ class Block(nnx.Module):
         return self._feed_forward(x + attended, over_ring=False), cache
 
     def _feed_forward(self, x: Array, dropout: ResidualDropout | None = None, *, over_ring: bool = True) -> Array:
-        hidden = nnx.gelu(self.expand(self.feed_forward_norm(x)), approximate=False)
-        if self.hidden_norm is not None:
-            hidden = self.hidden_norm(hidden)
-        hidden = self.contract(hidden, out_sharding=self.attention.core.out_sharding(x.ndim, over_ring))
-        return x + (hidden if dropout is None else dropout(hidden, 1))
+        out_sharding = self.attention.core.out_sharding(x.ndim, over_ring)
+
+        def apply(x: Array) -> Array:
+            hidden = nnx.gelu(self.expand(self.feed_forward_norm(x)), approximate=False)
+            if self.hidden_norm is not None:
+                hidden = self.hidden_norm(hidden)
+            return self.contract(hidden, out_sharding=out_sharding)
+
+        out = map_rows(apply, x, self.most_rows)
+        return x + (out if dropout is None else dropout(out, 1))
 
 
 class BlockStack(nnx.Module):
     """The blocks and the final norm, shared by decoder and encoder."""
 
     def __init__(self, config: LongNetConfig, *, is_causal: bool, ring: Ring | None, rngs: nnx.Rngs) -> None:
+        if config.feed_forward_rows is not None and ring is not None:
+            raise ValueError(f"`feed_forward_rows` must be None on a ring, got {config.feed_forward_rows}.")
         if config.dtype is None:
             mesh = None if ring is None else ring.mesh
             device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
@@ -255,6 +263,18 @@ def misplaced_branches(pattern: DilationPattern, length: int) -> tuple[str, ...]
     """
     branches = zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
     return tuple(f"{w}/{r}" for w, r in branches if w < length and w % r)
+
+
+def map_rows(function: Callable[[Array], Array], x: Array, most_rows: int | None) -> Array:
+    """Applies a function of rows to (B, T, F), to equal parts of at most `most_rows` rows at a time."""
+    batch, length = x.shape[:2]
+    parts = 1 if most_rows is None else -(-length // most_rows)
+    while length % parts:
+        parts += 1
+    if parts == 1:
+        return function(x)
+    out = lax.map(function, x.reshape(batch, parts, length // parts, -1).swapaxes(0, 1))
+    return out.swapaxes(0, 1).reshape(batch, length, -1)
 
 
 def drop_elements(x: Array, key: Array, rate: float) -> Array:

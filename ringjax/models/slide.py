@@ -18,6 +18,7 @@ from jaxtyping import Float, Int, Real
 from ringjax._src import debug
 from ringjax._src.attention_rows import check_rows
 from ringjax._src.comm.mesh import Ring, stored_positions
+from ringjax._src.online_softmax import accumulator
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import check_bool, check_choice, check_int, check_key, check_optional
 from ringjax.models.attention_map import AttentionMap, layer_weights, rollout
@@ -82,7 +83,7 @@ class SlideEncoder(nnx.Module):
         initial = nnx.initializers.normal(0.02)(rngs.params(), (config.features,), config.param_dtype)
         self.cls_token = nnx.Param(initial)
         self.norm = nnx.LayerNorm(
-            config.features, epsilon=1e-6, dtype=_accumulator(dtype), use_fast_variance=False, **types
+            config.features, epsilon=1e-6, dtype=accumulator(dtype), use_fast_variance=False, **types
         )
         self.config = dataclasses.replace(config, dtype=dtype)
         self.ring = ring
@@ -135,6 +136,7 @@ class SlideEncoder(nnx.Module):
             `state_dict` must be that of Prov-GigaPath's slide encoder, wi
         """
         fields = {"dtype": dtype, "param_dtype": param_dtype, "num_heads": num_heads, **changes}
+        fields.setdefault("feed_forward_rows", 1024 if ring is None else None)
         config, parameters, unused = convert_gigapath(state_dict, fields, pattern)
         empty = nnx.eval_shape(lambda: cls(config, ring=ring, rngs=nnx.Rngs(0)))
         encoder = load_params(empty, parameters, empty.encoder.blocks.attention.core.mesh)
@@ -369,10 +371,6 @@ def _attention_inputs(
 
 def _mean(x: Array, is_real: Array) -> Array:
     """Returns the mean of some rows of (B, T, F), in at least float32."""
-    dtype = _accumulator(x.dtype)
+    dtype = accumulator(x.dtype)
     masked = jnp.where(is_real[..., None], x.astype(dtype), 0)
     return masked.sum(axis=1) / is_real.sum(axis=1, dtype=dtype)[:, None]
-
-
-def _accumulator(dtype: DTypeLike) -> jnp.dtype:
-    return jnp.promote_types(dtype, jnp.float32)
