@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 130
     if results.entries:
         shape = next(iter(results.entries.values())).embedding.shape
-        console.print(f"{options.out}: {len(results.entries):,} embeddings of shape {shape}", markup=False)
+        num = len(results.entries)
+        console.print(f"{options.out}: {num:,} embedding{'s' * (num > 1)} of shape {shape}", markup=False)
     if failed:
         print(f"slide_encoder: {failed} of {len(jobs)} slides failed, see above", file=sys.stderr)
     return 1 if failed else 0

@@ -123,7 +123,7 @@ def test_missing_options_are_named(capsys):
 def test_demo_needs_no_data(tmp_path, capsys):
     assert slide_encoder.main(["--demo", str(tmp_path)]) == 0
     assert (tmp_path / "map.png").exists()
-    assert "1 embeddings of shape (768,)" in capsys.readouterr().out
+    assert "1 embedding of shape (768,)" in capsys.readouterr().out
 
 
 @pytest.fixture

@@ -263,7 +263,8 @@ class SlideEncoder(nnx.Module):
 
         This is [attention rollout](https://arxiv.org/abs/2005.00928): each layer keeps half of what a row holds, and
         takes the other half from the rows that it attends to, by the mean weight of all heads. Values, feed-forward
-        layers and norms do not count. The result is exact and takes a few times the time of a call.
+        layers and norms do not count. The result is exact, takes a few times the time of a call, and keeps the states
+        of all layers in memory.
 
         The pattern alone favors some tiles: the CLS token has the first position, so most heads attend to the first
         segment of the shortest branch only, the first 1023 tiles with the pattern of Prov-GigaPath. With `relative`,
