@@ -20,7 +20,7 @@ from ringjax._src.device_shard import device_shard, grouped
 from ringjax._src.kernels.dispatch import Implementation, check_implementation
 from ringjax._src.kernels.interface import BlockSizes
 from ringjax._src.online_softmax import accumulator
-from ringjax._src.options import AttentionOptions
+from ringjax._src.options import CallOptions, RingOptions
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.validation import (
@@ -33,27 +33,6 @@ from ringjax._src.validation import (
 )
 
 
-class KernelOptions(AttentionOptions, total=False):
-    """Options of `dilated_attention`."""
-
-    ring: Ring | None
-    implementation: Implementation | None
-    block_sizes: BlockSizes | None
-
-
-class RingOptions(AttentionOptions, total=False):
-    """Options of `ring_dilated_attention`."""
-
-    axis_name: AxisName
-    layout: str
-    head_axis: AxisName | None
-    batch_axis: AxisName | None
-    strategy: StrategyName
-    memory_budget: int | None
-    implementation: Implementation | None
-    block_sizes: BlockSizes | None
-
-
 @overload
 def dilated_attention(
     query: Float[Array, "B T N H"],
@@ -62,7 +41,7 @@ def dilated_attention(
     pattern: DilationPattern,
     *,
     return_lse: Literal[False] = False,
-    **options: Unpack[KernelOptions],
+    **options: Unpack[CallOptions],
 ) -> Float[Array, "B T N H"]: ...
 
 
@@ -74,7 +53,7 @@ def dilated_attention(
     pattern: DilationPattern,
     *,
     return_lse: Literal[True],
-    **options: Unpack[KernelOptions],
+    **options: Unpack[CallOptions],
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T N"]]: ...
 
 

@@ -1,4 +1,4 @@
-"""Types of the options that the attention functions share, for their overloads."""
+"""Types of the options of the attention functions, for their overloads."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from typing import TypedDict
 from jax import Array
 from jaxtyping import Float, Int
 
+from ringjax._src.comm.mesh import Ring
+from ringjax._src.comm.ring_comm import AxisName, StrategyName
+from ringjax._src.kernels.dispatch import Implementation
+from ringjax._src.kernels.interface import BlockSizes
+
 
 class AttentionOptions(TypedDict, total=False):
-    """Options of every attention function; see `dilated_attention`."""
+    """Options that all attention functions share."""
 
     is_causal: bool
     segment_ids: Int[Array, "B T"] | None
@@ -18,3 +23,22 @@ class AttentionOptions(TypedDict, total=False):
     dropout_rate: float
     dropout_rng: Array | None
     sink_logits: Float[Array, " N"] | None
+    implementation: Implementation | None
+    block_sizes: BlockSizes | None
+
+
+class CallOptions(AttentionOptions, total=False):
+    """Options of `dilated_attention`."""
+
+    ring: Ring | None
+
+
+class RingOptions(AttentionOptions, total=False):
+    """Options of `ring_dilated_attention`."""
+
+    axis_name: AxisName
+    layout: str
+    head_axis: AxisName | None
+    batch_axis: AxisName | None
+    strategy: StrategyName
+    memory_budget: int | None

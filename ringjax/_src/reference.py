@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from typing import Literal, Unpack, overload
+from typing import Literal, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,18 @@ from jaxtyping import Float, Int
 
 from ringjax._src import dropout
 from ringjax._src.online_softmax import accumulator
-from ringjax._src.options import AttentionOptions
 from ringjax._src.pattern import Branch, DilationPattern
 from ringjax._src.validation import AttentionShape, check_dropout, check_extra_keys, check_inputs, shown
 
 
-class _Options(AttentionOptions, total=False):
+class _Options(TypedDict, total=False):
+    is_causal: bool
+    segment_ids: Int[Array, "B T"] | None
+    seq_len: int | None
+    scale: float | None
+    dropout_rate: float
+    dropout_rng: Array | None
+    sink_logits: Float[Array, " N"] | None
     rows: Int[ArrayLike, " R"] | None
 
 
@@ -167,15 +173,13 @@ def _zero_keys(branch: Branch, p: Array, lengths: Array) -> Array:
     A segment of w positions is filled up to a multiple of the rate. Each head selects the same number of slots there;
     a slot after the end of the segment or of the sequence holds zeros.
     """
-    w, r = jnp.minimum(branch.segment_length, lengths)[:, None, None], branch.rate  # (B, 1, 1)
-    offsets, p = jnp.array(branch.offsets, int)[None, :, None], p[None, None, :]
-    is_selected = (p % jnp.maximum(w, 1)) % r == offsets
-    inside = offsets[..., None] + r * jnp.arange(-(-branch.segment_length // r))  # of each slot, (1, K, 1, slots)
-    exists = inside < (-(-w // r) * r)[..., None]
-    is_zero = (inside >= w[..., None]) | (
-        (p // jnp.maximum(w, 1) * w)[..., None] + inside >= lengths[:, None, None, None]
-    )
-    return jnp.where(is_selected, (exists & is_zero).sum(-1), 0)
+    lengths, p, r = lengths[:, None, None, None], p[None, None, :, None], branch.rate
+    w = jnp.clip(lengths, 1, branch.segment_length)  # a shorter sequence is one segment
+    offsets = jnp.array(branch.offsets, int)[None, :, None, None]
+    slots = jnp.arange(-(-branch.segment_length // r))[None, None, None] * r + offsets  # positions in the segment
+    exists = slots < -(-w // r) * r
+    is_zero = (slots >= w) | (p // w * w + slots >= lengths)
+    return (exists & is_zero & (p % w % r == offsets)).sum(axis=-1)
 
 
 def _factors(rate: float, rng: Array | None, shape: AttentionShape, branch: int, p: Array, acc: jnp.dtype) -> Array:

@@ -28,6 +28,7 @@ from ringjax._src.batched_call import Leading, batched_call
 from ringjax._src.branches.protocol import Shard
 from ringjax._src.comm.devices import device_of_kind
 from ringjax._src.comm.mesh import Ring, RingInfo, abstract_device, axes, explicit_axes, inner_size, reshard_explicit
+from ringjax._src.comm.ordering import after
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.device_shard import device_shard, narrow_ids, ring_spec
 from ringjax._src.planning.plan import checked_plan
@@ -132,6 +133,7 @@ def _attention(
     seeds: Array | None,
     sink: Array | None,
 ) -> vjp.Result:
+    call = dataclasses.replace(call, spec=vjp.without_gradient(call.spec))
     return _attention_fwd(call, query, key, value, ids, seeds, sink)[0]
 
 
@@ -264,7 +266,10 @@ class _Pass:
         if dsink is None:
             return grads
         dsink = dsink.reshape(shapes[2 + sum(self.present)])
-        return [*grads, dsink if spec.axis_name is None else lax.psum(dsink, spec.axis_name)]
+        if spec.axis_name is None:
+            return [*grads, dsink]
+        dsink = lax.psum(dsink, spec.axis_name)
+        return [*after(grads, dsink, spec.axis_name), dsink]
 
 
 # The functions below are cached, because JAX finds traced functions by their identity.

@@ -6,6 +6,7 @@ heads per key/value head, ``H`` head dim.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from jax import Array
 from jax.ad_checkpoint import checkpoint_name
 
 from ringjax._src import online_softmax as softmax
-from ringjax._src.branches.extra_keys import joint_start, sequence_lengths
+from ringjax._src.branches.extra_keys import count_lengths, joint_start
 from ringjax._src.branches.protocol import InFlight, Kept, Shard
 from ringjax._src.branches.registry import make_branches, ordered_axis
 from ringjax._src.comm.ordering import after
@@ -54,12 +55,17 @@ def _attention(
     sink: Array | None,
 ) -> Result:
     """Computes attention (B, c, K, G, H), and the log-sum-exp if asked for; the arguments are those of `Shard`."""
-    return _attention_fwd(spec, query, key, value, ids, seeds, sink)[0]
+    return _attention_fwd(without_gradient(spec), query, key, value, ids, seeds, sink)[0]
 
 
 # Calls outside of `jit` compile once, and equal layers are traced once. Inlined, because plain XLA holds more in memory
 # otherwise.
 attention = jax.jit(_attention, static_argnums=(0,), inline=True)
+
+
+def without_gradient(spec: AttentionSpec) -> AttentionSpec:
+    """Returns a spec with the same output that keeps no output rows of branches, as ``mixing="detached"`` does."""
+    return spec._replace(pattern=dataclasses.replace(spec.pattern, mixing="exact"))
 
 
 def count_tiles(spec: AttentionSpec, shard: Shard) -> Array:
@@ -72,10 +78,9 @@ def count_tiles(spec: AttentionSpec, shard: Shard) -> Array:
 
 def forward(spec: AttentionSpec, shard: Shard) -> Saved:
     """Computes the output of this device's queries, and what the backward pass needs."""
-    saved = shard
     branches = make_branches(spec, shard)
-    axis_name = ordered_axis(spec, branches)
-    shard = shard._replace(lengths=sequence_lengths(spec, shard.ids))
+    axis_name, given = ordered_axis(spec, branches), shard
+    shard = count_lengths(spec, given, ordered_axis(spec, branches, others=1))
     in_flight: list[InFlight] = []
     for branch in branches:
         with jax.named_scope(branch.name):
@@ -91,7 +96,7 @@ def forward(spec: AttentionSpec, shard: Shard) -> Saved:
             kept.append(jax.tree.map(lambda x: checkpoint_name(x.astype(shard.query.dtype), "ringjax_out"), rows))
     out = (merged.out / spec.attend_config.output_divisor).astype(shard.query.dtype)
     lse = checkpoint_name(merged.lse, "ringjax_lse")
-    return Saved(saved, checkpoint_name(out, "ringjax_out"), lse, kept)
+    return Saved(given, checkpoint_name(out, "ringjax_out"), lse, kept)
 
 
 def _attention_fwd(
@@ -135,8 +140,11 @@ def backward(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None)
         with jax.named_scope(f"{branch.name}_bwd"):
             grads = branch.finish_bwd(shard, residuals, rows, sent, grads)
     dq, dk, dv = (x.astype(shard.query.dtype) for x in (grads.query, *grads.kv))
-    dsink = None if shard.sink is None else -(jnp.exp(shard.sink[:, None] - residuals.lse) * residuals.delta).sum(1)
-    return InputGrads(dq, dk, dv, dsink)
+    if shard.sink is None:
+        return InputGrads(dq, dk, dv, None)
+    dsink = -jnp.sum(jnp.exp(shard.sink[:, None] - residuals.lse) * residuals.delta, axis=1)
+    # devices add their shares, which must not overlap with the communication of a branch
+    return InputGrads(dq, dk, dv, after(dsink, grads, ordered_axis(spec, branches, others=1)))
 
 
 def _residuals(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None) -> Residuals:

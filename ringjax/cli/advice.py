@@ -124,7 +124,8 @@ def _memory(job: PlanOptions, plan: Plan) -> Iterator[Finding]:
 
 def sent_by(plan: Plan) -> int:
     """Returns the bytes that each device sends in the forward and backward pass."""
-    return sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
+    of_branches = sum(b.sent(b.forward) + b.sent(b.backward) for b in plan.branches)
+    return of_branches + sum(m.sent for m in plan.forward + plan.backward)
 
 
 def best_choice(job: PlanOptions) -> Choice:

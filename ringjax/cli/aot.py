@@ -202,7 +202,9 @@ def expected(job: PlanOptions, target: Target, part: str) -> ProgramReport:
     """Returns what the plan predicts for a program."""
     plan = job.plan()
     memory = plan.memory(job.platform)
-    every = [m for b in plan.branches for m in (b.forward if part == "forward" else b.forward + b.backward)]
+    forward = plan.forward + tuple(m for b in plan.branches for m in b.forward)
+    backward = plan.backward + tuple(m for b in plan.branches for m in b.backward)
+    every = forward if part == "forward" else forward + backward
     return ProgramReport(
         target=_full_name(target),
         part=part,

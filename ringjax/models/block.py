@@ -72,6 +72,7 @@ class Block(nnx.Module):
             positions=config.positions,
             sub_norm=config.sub_norm,
             norm_epsilon=config.norm_epsilon,
+            sinks=config.sinks,
             dropout_rate=config.attention_dropout_rate,
             use_bias=config.use_bias,
             dtype=config.dtype,
@@ -266,11 +267,13 @@ def misplaced_branches(pattern: DilationPattern, length: int) -> tuple[str, ...]
 
 
 def map_rows(function: Callable[[Array], Array], x: Array, most_rows: int | None) -> Array:
-    """Applies a function of rows to (B, T, F), to equal parts of at most `most_rows` rows at a time."""
+    """Applies a function of rows to (B, T, F), to equal parts of at most `most_rows` rows at a time.
+
+    If the length has no suitable divisor, all rows are one part.
+    """
     batch, length = x.shape[:2]
-    parts = 1 if most_rows is None else -(-length // most_rows)
-    while length % parts:
-        parts += 1
+    least = 1 if most_rows is None else -(-length // most_rows)
+    parts = next((n for n in range(least, 2 * least) if length % n == 0), 1)  # parts of a half to all of `most_rows`
     if parts == 1:
         return function(x)
     out = lax.map(function, x.reshape(batch, parts, length // parts, -1).swapaxes(0, 1))

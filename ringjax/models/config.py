@@ -8,7 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ringjax._src.flax.self_attention import PositionKind, check_head_dim
+from ringjax._src.flax.self_attention import PositionKind, check_head_dim, check_sinks
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import (
     MOST_HEADS,
@@ -44,6 +44,7 @@ class LongNetConfig:
         positions: ``"rotary"``, ``"xpos"`` (decoders only, at most 65,536 positions) or None.
         sub_norm: Whether to normalize again before the output projection of attention and feed-forward layers.
         final_norm: Whether to normalize the output of the last block.
+        sinks: Whether attention heads have learned sinks, see `ringjax.nnx.DilatedSelfAttention`.
         use_bias: Whether projections have a bias.
         tie_embeddings: Whether the output projection shares the weights of the token embedding.
         norm_epsilon: Epsilon added to the variance in all norms.
@@ -61,8 +62,8 @@ class LongNetConfig:
 
     Raises:
         ValueError: If a size is not a positive integer, `num_kv_heads` does not divide `num_heads`, `features` is not a
-            multiple of `num_heads` without a `head_dim`, `positions` or a dtype is unknown, a rate is not in [0, 1), or
-            a parameter would be too large to allocate.
+            multiple of `num_heads` without a `head_dim`, `positions` or a dtype is unknown, a rate is not in [0, 1),
+            `sinks` are used with ``mixing="detached"``, or a parameter would be too large to allocate.
 
     Example:
         >>> import ringjax as rj
@@ -84,6 +85,7 @@ class LongNetConfig:
     positions: PositionKind | None = "rotary"
     sub_norm: bool = True
     final_norm: bool = True
+    sinks: bool = False
     use_bias: bool = False
     tie_embeddings: bool = True
     norm_epsilon: float = 1e-6
@@ -103,6 +105,7 @@ class LongNetConfig:
         check_heads(self.num_heads, self.num_kv_heads)
         for name in ("vocab_size", "input_features", "hidden_features", "feed_forward_rows"):
             check_optional(check_int, name, getattr(self, name), 1, MOST_POSITIONS)
+        check_sinks(self.sinks, self.pattern)
         for name in ("sub_norm", "final_norm", "use_bias", "tie_embeddings", "remat", "scan_layers"):
             check_bool(name, getattr(self, name))
         if self.head_dim is None and self.features % self.num_heads:

@@ -16,6 +16,8 @@ from jax import Array, lax
 
 from ringjax._src import online_softmax as softmax
 from ringjax._src.branches.protocol import Shard
+from ringjax._src.comm.ordering import after
+from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.indexing import quotient, remainder
 from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.planning.spec import AttentionSpec
@@ -53,12 +55,18 @@ def first_head(spec: AttentionSpec) -> Array | int:
     return 0 if spec.head_axis is None else lax.axis_index(spec.head_axis) * spec.local_kv_heads
 
 
-def sequence_lengths(spec: AttentionSpec, ids: Array | None) -> Array | None:
-    """Counts the rows of each sequence that are not padding, on all devices: (B,). None if all have `seq_len` rows."""
-    if ids is None or not spec.has_zero_keys:
-        return None
-    count = (ids >= 0).sum(axis=1, dtype=jnp.int32)
-    return count if spec.ring_size == 1 else lax.psum(count, spec.axis_name)
+def count_lengths(spec: AttentionSpec, shard: Shard, axis_name: AxisName | None) -> Shard:
+    """Adds the length of each sequence that has padding, for zero keys; the count needs all devices of the ring.
+
+    `axis_name` is that of the ring if branches communicate, so that the order of collectives matters; otherwise None.
+    """
+    if shard.ids is None or not spec.has_zero_keys:
+        return shard
+    lengths = (shard.ids >= 0).sum(axis=1, dtype=jnp.int32)
+    if spec.ring_size > 1:
+        assert spec.axis_name is not None
+        lengths = lax.psum(after(lengths, shard.query, axis_name), spec.axis_name)
+    return shard._replace(ids=after(shard.ids, lengths, axis_name), lengths=lengths)
 
 
 def _with_keys(start: PartialSoftmax, shard: Shard, lse: Array) -> PartialSoftmax:

@@ -43,10 +43,13 @@ def make_branches(spec: AttentionSpec, shard: Shard) -> list[Branch]:
     return branches
 
 
-def ordered_axis(spec: AttentionSpec, branches: list[Branch]) -> AxisName | None:
-    """Returns the mesh axis of the ring if several branches communicate, so that they must be ordered; else None."""
-    shared = [branch for branch in branches if not isinstance(branch, LocalBranch)]
-    return spec.axis_name if len(shared) > 1 else None
+def ordered_axis(spec: AttentionSpec, branches: list[Branch], others: int = 0) -> AxisName | None:
+    """Returns the mesh axis of the ring if several collectives must be ordered, else None.
+
+    Each branch that communicates counts, and this many `others`.
+    """
+    shared = sum(not isinstance(branch, LocalBranch) for branch in branches)
+    return spec.axis_name if shared and shared + others > 1 else None
 
 
 def _dense_branch(spec: AttentionSpec, plans: list[BranchPlan]) -> DenseAllToAllBranch:

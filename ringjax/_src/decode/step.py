@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from ringjax._src.decode.cache import (
 )
 from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.pattern import Branch
-from ringjax._src.validation import AttentionShape, check_inputs, check_instance
+from ringjax._src.validation import AttentionShape, check_extra_keys, check_inputs, check_instance
 
 
 class Chunk(NamedTuple):
@@ -57,6 +57,7 @@ def decode_step(
     *,
     counts: Int[ArrayLike, " B"] | None = None,
     scale: float | None = None,
+    sink_logits: Float[Array, " N"] | None = None,
     ring: Ring | None = None,
 ) -> tuple[Float[Array, "B n N H"], DecodeCache]:
     """Computes causal dilated attention of one or more new tokens and adds them to the cache.
@@ -74,6 +75,7 @@ def decode_step(
             cached and outputs 0. Values out of range raise an error if they are known, and are clipped if they are
             traced.
         scale: Factor on the scores, ``1 / sqrt(H)`` by default.
+        sink_logits: Logit of an attention sink per query head, or None, as in `dilated_attention`.
         ring: The ring for which the cache was created, or None. Each device attends to its slots; query, key and value
             are replicated over the ring.
 
@@ -82,7 +84,8 @@ def decode_step(
 
     Raises:
         ValueError: If `key` and `value` differ in shape, `query`, `key` or `value` does not match the shape or dtype of
-            `cache`, `counts` are out of range, or the slots of `cache` do not divide evenly over `ring`.
+            `cache`, `counts` are out of range, `sink_logits` does not have one entry per query head or is used with
+            ``mixing="detached"``, or the slots of `cache` do not divide evenly over `ring`.
 
     Example:
         >>> import jax, ringjax as rj
@@ -96,6 +99,7 @@ def decode_step(
     """
     check_instance("cache", cache, DecodeCache)
     shape = check_inputs(query, key, value, cache.pattern, True, None, None, scale)
+    check_extra_keys(sink_logits, False, query.shape[2], cache.pattern)
     _check_like_cache(cache, key)
     batch, length = key.shape[:2]
     check_shards(cache, ring)
@@ -104,14 +108,18 @@ def decode_step(
     offsets = jnp.asarray(offset_table(cache))
     max_selected = tuple(max(Counter(branch.offsets).values(), default=0) for branch in cache.branches)
     step = functools.partial(_step, shape=shape, max_selected=max_selected)
+    given: list[Any] = [cache, query, key, value, real, offsets]
+    if sink_logits is not None:
+        given.append(jnp.asarray(sink_logits).astype(softmax.accumulator(query.dtype)))
     if ring is None or ring.resolve().size == 1:
-        return step(cache, query, key, value, real, offsets, axis_name=None)
+        return step(*given, axis_name=None)
     specs = cache_specs(cache, ring)
     new = PartitionSpec(ring.batch_axis, None, ring.head_axis, None)
-    in_specs = (specs, new, new, new, specs.lengths, PartitionSpec(None, ring.head_axis))
+    heads = PartitionSpec(ring.head_axis)
+    in_specs = (specs, new, new, new, specs.lengths, PartitionSpec(None, *heads), heads)[: len(given)]
     on_device = functools.partial(step, axis_name=ring.axis_name)
     sharded = jax.shard_map(on_device, mesh=ring.resolve(), in_specs=in_specs, out_specs=(new, specs))
-    return sharded(*reshard(ring, (cache, query, key, value, real, offsets), in_specs))
+    return sharded(*reshard(ring, tuple(given), in_specs))
 
 
 def _check_like_cache(cache: DecodeCache, key: Array) -> None:
@@ -130,6 +138,7 @@ def _step(
     value: Array,
     counts: Array,
     offsets: Array,
+    sink: Array | None = None,
     *,
     shape: AttentionShape,
     max_selected: tuple[int, ...],
@@ -157,7 +166,11 @@ def _step(
     cached = _combine_branches(cache, parts)
     cached = cached if axis_name is None else _merge_over_ring(cached, axis_name)
     new = _attend(chunk.query, chunk.key, chunk.value, _num_branches(cache.branches, offsets, chunk))
-    out = softmax.merge(cached, new).out
+    merged = softmax.merge(cached, new)
+    if sink is not None:
+        lse = jnp.broadcast_to(sink.reshape(1, -1, 1, shape.q_per_kv), merged.lse.shape)
+        merged = softmax.merge(merged, PartialSoftmax(jnp.zeros_like(merged.out), lse))
+    out = merged.out
     out = out / len(cache.branches) if cache.pattern.heads == "split" else out
     out = jnp.where(chunk.is_real[:, None, :, None, None], out, 0)
     out = out.transpose(0, 2, 1, 3, 4).reshape(query.shape).astype(query.dtype)

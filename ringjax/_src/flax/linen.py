@@ -28,7 +28,7 @@ class DilatedSelfAttention(nn.Module):
 
     Args:
         num_heads, pattern, num_kv_heads, head_dim, out_features, is_causal, positions, sub_norm, norm_epsilon,
-            dropout_rate, use_bias, dtype, param_dtype, kernel_init, bias_init, ring, implementation: See
+            sinks, dropout_rate, use_bias, dtype, param_dtype, kernel_init, bias_init, ring, implementation: See
             `ringjax.nnx.DilatedSelfAttention`; the number of input features is that of the inputs.
         deterministic: Whether to disable dropout.
 
@@ -55,6 +55,7 @@ class DilatedSelfAttention(nn.Module):
     positions: PositionKind | None = None
     sub_norm: bool = False
     norm_epsilon: float = 1e-6
+    sinks: bool = False
     dropout_rate: float = 0.0
     deterministic: bool = False
     use_bias: bool = True
@@ -105,7 +106,7 @@ class DilatedSelfAttention(nn.Module):
         core.check_call(x, positions, segment_ids, seq_len)
         is_deterministic = self.deterministic if deterministic is None else check_bool("deterministic", deterministic)
         check_optional(check_key, "dropout_rng", dropout_rng)
-        flags = {"sub_norm": self.sub_norm, "deterministic": self.deterministic}
+        flags = {"sub_norm": self.sub_norm, "sinks": self.sinks, "deterministic": self.deterministic}
         options = {
             name: getattr(self, name) for name in ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init")
         }
@@ -119,6 +120,10 @@ class DilatedSelfAttention(nn.Module):
             dropout_rng = None
         elif dropout_rng is None:
             dropout_rng = self.make_rng("dropout")
+        sink_logits = None
+        if self.sinks:
+            zeros = sharded_initializer(nn.initializers.zeros_init(), (core.head_axis,), core.mesh)
+            sink_logits = self.param("sink_logits", zeros, (core.num_heads,), self.param_dtype)
         attended = core(
             query,
             key,
@@ -126,6 +131,7 @@ class DilatedSelfAttention(nn.Module):
             positions=positions,
             segment_ids=segment_ids,
             seq_len=seq_len,
+            sink_logits=sink_logits,
             dropout_rng=dropout_rng,
         )
         if self.sub_norm:
@@ -158,10 +164,11 @@ class _Projection(nn.Module):
     @nn.compact
     def __call__(self, x: Array, out_sharding: NamedSharding | None = None) -> Array:
         kernel_init = flat_initializer(self.kernel_init, self.contracted)
-        kernel = self.param("kernel", self._sharded(kernel_init, self.over), self.shape, self.param_dtype)
+        kernel_init = sharded_initializer(kernel_init, self.over, self.mesh)
+        kernel = self.param("kernel", kernel_init, self.shape, self.param_dtype)
         bias = None
         if self.use_bias:
-            bias_init = self._sharded(self.bias_init, self.over[self.contracted :])
+            bias_init = sharded_initializer(self.bias_init, self.over[self.contracted :], self.mesh)
             bias = self.param("bias", bias_init, self.shape[self.contracted :], self.param_dtype)
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
         first = x.ndim - self.contracted
@@ -169,7 +176,9 @@ class _Projection(nn.Module):
         out = lax.dot_general(x, kernel, (summed, ((), ())), out_sharding=out_sharding)
         return out if bias is None else out + bias.reshape((1,) * first + bias.shape)
 
-    def _sharded(self, init: Initializer, over: tuple[AxisName | None, ...]) -> Initializer:
-        if all(axis is None for axis in over):
-            return init
-        return nn.with_partitioning(init, cast(tuple[str | None, ...], over), mesh=self.mesh)
+
+def sharded_initializer(init: Initializer, over: tuple[AxisName | None, ...], mesh: Mesh | None) -> Initializer:
+    """Returns an initializer that adds the mesh axes over which the axes of a parameter are sharded, if any."""
+    if all(axis is None for axis in over):
+        return init
+    return nn.with_partitioning(init, cast(tuple[str | None, ...], over), mesh=mesh)

@@ -40,6 +40,7 @@ class DilatedSelfAttention(nnx.Module):
         positions: Positional encoding: ``"rotary"``, ``"xpos"`` (causal, at most 65,536 positions) or None.
         sub_norm: Whether to apply layer norm to the concatenated heads before the output projection.
         norm_epsilon: Epsilon of that layer norm.
+        sinks: Whether each query head has an attention sink with a learned logit, initially 0, see `dilated_attention`.
         dropout_rate: Probability of dropping an attention weight in training, see `dilated_attention`.
         deterministic: Whether to disable dropout; also set by `model.eval()` and `model.train()`.
         use_bias: Whether the projections have a bias.
@@ -54,7 +55,8 @@ class DilatedSelfAttention(nnx.Module):
     Raises:
         ValueError: If `num_heads` is not a multiple of `num_kv_heads`; if `in_features` is not a multiple of
             `num_heads` and `head_dim` is not given; if `head_dim` is odd with a positional encoding; if
-            ``positions="xpos"`` is used without `is_causal`; or if an option has the wrong type or is out of range.
+            ``positions="xpos"`` is used without `is_causal`; if `sinks` are used with ``mixing="detached"``; or if an
+            option has the wrong type or is out of range.
 
     Example:
         >>> import jax.numpy as jnp, ringjax as rj
@@ -79,6 +81,7 @@ class DilatedSelfAttention(nnx.Module):
         positions: PositionKind | None = None,
         sub_norm: bool = False,
         norm_epsilon: float = 1e-6,
+        sinks: bool = False,
         dropout_rate: float = 0.0,
         deterministic: bool = False,
         use_bias: bool = True,
@@ -102,7 +105,7 @@ class DilatedSelfAttention(nnx.Module):
             implementation=implementation,
             dropout_rate=dropout_rate,
         )
-        flags = {"sub_norm": sub_norm, "deterministic": deterministic}
+        flags = {"sub_norm": sub_norm, "sinks": sinks, "deterministic": deterministic}
         options: dict[str, Any] = {
             "use_bias": use_bias,
             "dtype": dtype,
@@ -135,6 +138,8 @@ class DilatedSelfAttention(nnx.Module):
             use_fast_variance=False,
             rngs=rngs,
         )
+        logits = nnx.Param(jnp.zeros(core.num_heads, param_dtype), **self.over(core.head_axis)) if sinks else None
+        self.sink_logits: nnx.Param[Array] | None = nnx.data(logits)
         self.sub_norm: nnx.LayerNorm | None = nnx.data(norm(core.num_heads * core.head_dim) if sub_norm else None)
 
     def __call__(
@@ -172,6 +177,7 @@ class DilatedSelfAttention(nnx.Module):
             positions=positions,
             segment_ids=segment_ids,
             seq_len=seq_len,
+            sink_logits=self._sinks(),
             dropout_rng=dropout_rng,
         )
         return self._projected(attended)
@@ -189,6 +195,7 @@ class DilatedSelfAttention(nnx.Module):
             is_causal=self.core.is_causal,
             segment_ids=segment_ids,
             seq_len=seq_len,
+            sink_logits=self._sinks(),
             ring=self.core.ring,
             implementation=self.core.implementation,
             return_lse=True,
@@ -211,7 +218,7 @@ class DilatedSelfAttention(nnx.Module):
                 or `x` or `lengths` has another shape.
         """
         self.core.check_decoding(x, cache, "lengths", lengths)
-        attended, cache = self.core.prefill(self.query(x), self.key(x), self.value(x), cache, lengths)
+        attended, cache = self.core.prefill(self.query(x), self.key(x), self.value(x), cache, lengths, self._sinks())
         return self._projected(attended), cache
 
     def extend(
@@ -229,8 +236,11 @@ class DilatedSelfAttention(nnx.Module):
                 shape.
         """
         self.core.check_decoding(x, cache, "counts", counts)
-        attended, cache = self.core.extend(self.query(x), self.key(x), self.value(x), cache, counts)
+        attended, cache = self.core.extend(self.query(x), self.key(x), self.value(x), cache, counts, self._sinks())
         return self._projected(attended, over_ring=False), cache
+
+    def _sinks(self) -> Array | None:
+        return None if self.sink_logits is None else self.sink_logits[...]
 
     def _projected(self, attended: Array, over_ring: bool = True) -> Array:
         """Applies the optional layer norm and the output projection to the attention (batch..., length, heads, dim)."""
@@ -253,7 +263,7 @@ class DilatedSelfAttention(nnx.Module):
         check_key("rngs", rngs, "`nnx.Rngs`, an `nnx.RngStream` or a `jax.random` key")
         return rngs
 
-    def over(self, *names: AxisName | None) -> dict[str, object]:
+    def over(self, *names: AxisName | None) -> dict[str, Any]:
         """Returns the metadata of a parameter whose axes are sharded over these mesh axes."""
         if self.core.head_axis is None:
             return {}

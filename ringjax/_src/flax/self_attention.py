@@ -93,6 +93,7 @@ class SelfAttention:
         positions: Array | None,
         segment_ids: Array | None,
         seq_len: int | None,
+        sink_logits: Array | None = None,
         dropout_rng: Array | None = None,
     ) -> Array:
         """Encodes positions and computes attention of projected arrays (batch..., T, heads, H).
@@ -116,24 +117,44 @@ class SelfAttention:
             seq_len=seq_len,
             dropout_rate=0.0 if dropout_rng is None else self.dropout_rate,
             dropout_rng=dropout_rng,
+            sink_logits=sink_logits,
             ring=self.ring,
             implementation=self.implementation,
         )
         return out if out.shape == shape else out.reshape(shape)
 
     def prefill(
-        self, query: Array, key: Array, value: Array, cache: DecodeCache, lengths: ArrayLike | None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cache: DecodeCache,
+        lengths: ArrayLike | None,
+        sink_logits: Array | None,
     ) -> tuple[Array, DecodeCache]:
         """Computes the attention of a prompt (B, T, heads, H) and returns it with the filled cache."""
         self.check_prompt(query.shape[1], cache.max_len, lengths)
         query, key = self.encode_positions(query, key, None, query.shape, cache.max_len)
         out = dilated_attention(
-            query, key, value, self.pattern, is_causal=True, ring=self.ring, implementation=self.implementation
+            query,
+            key,
+            value,
+            self.pattern,
+            is_causal=True,
+            sink_logits=sink_logits,
+            ring=self.ring,
+            implementation=self.implementation,
         )
         return out, prefill(cache, key, value, lengths, ring=self.ring)
 
     def extend(
-        self, query: Array, key: Array, value: Array, cache: DecodeCache, counts: ArrayLike | None
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        cache: DecodeCache,
+        counts: ArrayLike | None,
+        sink_logits: Array | None,
     ) -> tuple[Array, DecodeCache]:
         """Computes the attention of the next tokens (B, n, heads, H) and returns it with the updated cache."""
         if self.positions is not None:
@@ -142,7 +163,7 @@ class SelfAttention:
             if counts is not None:  # padding has no position
                 positions = jnp.where(nth < clipped_counts("counts", counts, *query.shape[:2])[:, None], positions, 0)
             query, key = self.encode_positions(query, key, positions, query.shape, cache.max_len)
-        return decode_step(cache, query, key, value, counts=counts, ring=self.ring)
+        return decode_step(cache, query, key, value, counts=counts, sink_logits=sink_logits, ring=self.ring)
 
     def check_prompt(self, length: int, max_len: int, lengths: ArrayLike | None) -> None:
         """Checks that a cache can hold a prompt of this length; on a ring, part of the prompt may be padding."""
@@ -250,6 +271,12 @@ def check_head_dim(head_dim: int | None, default: int, positions: PositionKind |
     return dim
 
 
+def check_sinks(sinks: bool, pattern: DilationPattern) -> None:
+    """Checks whether a layer can have attention sinks."""
+    if check_bool("sinks", sinks) and pattern.mixing == "detached":
+        raise ValueError(f'`sinks` must be False with `mixing="detached"`, got {sinks}.')
+
+
 def check_layer(
     core: SelfAttention, out_features: int | None, norm_epsilon: float, flags: dict[str, bool], options: dict[str, Any]
 ) -> int:
@@ -263,6 +290,7 @@ def check_layer(
     check_positive("norm_epsilon", norm_epsilon)
     for name, flag in {**flags, "use_bias": options["use_bias"]}.items():
         check_bool(name, flag)
+    check_sinks(flags["sinks"], core.pattern)
     check_optional(check_dtype, "dtype", options["dtype"])
     check_dtype("param_dtype", options["param_dtype"])
     for name in ("kernel_init", "bias_init"):

@@ -16,7 +16,7 @@ from ringjax._src.planning.spec import AttentionSpec
 
 _EXPOSED = 0.5  # share of a ring's communication that is not hidden even where computation takes longer
 Moves = Literal["keys", "queries"]
-Op = Literal["collective-permute", "all-gather", "reduce-scatter", "all-to-all"]
+Op = Literal["collective-permute", "all-gather", "reduce-scatter", "all-to-all", "all-reduce"]
 
 
 class Message(NamedTuple):
@@ -36,6 +36,7 @@ class Message(NamedTuple):
             "all-gather": self.devices - 1,
             "reduce-scatter": (self.devices - 1) / self.devices,
             "all-to-all": (self.devices - 1) / self.devices,
+            "all-reduce": 2 * (self.devices - 1) / self.devices,
         }[self.op]
         return int(self.bytes * share) * self.number
 
@@ -168,6 +169,19 @@ def dense_exchange(spec: AttentionSpec, parts: HeadParts) -> tuple[tuple[Message
     gathered = _messages("all-gather", num, ("int32", ids, 1))
     given = spec._replace(has_ids=False), spec.batch * spec.shard_length * spec.local_kv_heads, group
     return (*_exchange_forward(*given), *gathered), (*_exchange_backward(*given, "keys"), *gathered)
+
+
+def count_lengths(spec: AttentionSpec) -> tuple[Message, ...]:
+    """Returns the message that counts the rows of sequences with padding, for zero keys; forward only."""
+    counts = spec.batch * 4 if spec.has_zero_keys and spec.has_ids else 0
+    return _messages("all-reduce", spec.ring_size, ("int32", counts, int(spec.ring_size > 1)))
+
+
+def add_sink_gradients(spec: AttentionSpec) -> tuple[Message, ...]:
+    """Returns the message that adds the gradients of attention sinks; backward only."""
+    sums = accumulator(np.dtype(spec.dtype)).itemsize if spec.has_sinks else 0
+    size = spec.batch * spec.local_kv_heads * spec.q_per_kv * sums
+    return _messages("all-reduce", spec.ring_size, (_sums(spec), size, int(spec.ring_size > 1)))
 
 
 def pass_seconds(messages: tuple[Message, ...], device: DeviceModel, work: float, inner_devices: int | None) -> float:

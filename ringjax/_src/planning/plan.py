@@ -19,8 +19,9 @@ from ringjax._src.comm.devices import Platform, device_named
 from ringjax._src.comm.layout import layout_for, layout_named
 from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
 from ringjax._src.pattern import DilationPattern
-from ringjax._src.planning import geometry
+from ringjax._src.planning import costs, geometry
 from ringjax._src.planning.branch_plan import BranchPlan, plan_branches
+from ringjax._src.planning.costs import Message
 from ringjax._src.planning.memory import PLATFORMS, Memory, predicted_memory
 from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.validation import (
@@ -59,6 +60,16 @@ class Plan:
     branches: tuple[BranchPlan, ...]
     forward_memory: int
     gradient_memory: int
+
+    @property
+    def forward(self) -> tuple[Message, ...]:
+        """Messages of the forward pass that no branch sends: lengths of padded sequences, with ``padding="zeros"``."""
+        return costs.count_lengths(self.spec)
+
+    @property
+    def backward(self) -> tuple[Message, ...]:
+        """Messages of the backward pass that no branch sends: gradients of attention sinks."""
+        return costs.add_sink_gradients(self.spec)
 
     @property
     def flops(self) -> tuple[float, ...]:
@@ -109,6 +120,8 @@ class Plan:
         return {
             **call,
             "branches": branches,
+            "forward": [m._asdict() for m in self.forward],
+            "backward": [m._asdict() for m in self.backward],
             "balance": self.balance,
             "forward_memory": self.forward_memory,
             "gradient_memory": self.gradient_memory,
@@ -195,6 +208,7 @@ def plan(
     strategy: StrategyName = "auto",
     memory_budget: int | None = None,
     has_segment_ids: bool = False,
+    has_sinks: bool = False,
     head_shards: int = 1,
     device: str = "tpu",
     inner_devices: int | None = None,
@@ -216,6 +230,7 @@ def plan(
         strategy: How branches share segments between devices, see `Ring`.
         memory_budget: Bytes available on each device for attention and its gradient, or None for no limit.
         has_segment_ids: Whether segment ids are sent with the keys.
+        has_sinks: Whether there are `sink_logits`, whose gradients devices add.
         head_shards: Number of devices that share the heads.
         device: The device whose speed decides between strategies and whose memory `memory_budget` limits: ``"v5e"``,
             ``"v5p"``, ``"v6e"``, ``"a100"``, ``"h100"``, ``"b200"`` or ``"cpu"`` (simulated devices); ``"tpu"`` and
@@ -241,7 +256,7 @@ def plan(
         ['local', 'all_to_all']
     """
     check_pattern(pattern)
-    for name, flag in (("is_causal", is_causal), ("has_segment_ids", has_segment_ids)):
+    for name, flag in {"is_causal": is_causal, "has_segment_ids": has_segment_ids, "has_sinks": has_sinks}.items():
         check_bool(name, flag)
     budget = None if memory_budget is None else check_int("memory_budget", memory_budget)
     seq_len, head_dim, batch = map(check_int, ("seq_len", "head_dim", "batch"), (seq_len, head_dim, batch))
@@ -275,6 +290,7 @@ def plan(
         strategy=strategy,
         memory_budget=budget,
         has_ids=has_segment_ids or stored > seq_len,
+        has_sinks=has_sinks,
         head_shards=head_shards,
         device=device_named(device).name,
         inner_devices=check_optional(check_int, "inner_devices", inner_devices),
