@@ -142,13 +142,12 @@ def test_heatmap_is_bright_where_weights_are_large(tmp_path):
     cells = np.stack(np.meshgrid(np.arange(8), np.arange(6)), -1).reshape(-1, 2)
     weights = np.where((cells[:, 0] >= 4) & (cells[:, 1] < 3), 3.0, 1.0)  # the upper right quarter
     save_heatmap(path, jnp.asarray(weights), 512 * cells, tile_size=512, title="slide")
-    pixels = image.imread(path)[..., :3]
-    rows, columns = np.nonzero(np.ptp(pixels, axis=2) > 0.15)  # tiles and the color bar are not gray
-    columns = columns[columns < 0.75 * pixels.shape[1]]
-    top, bottom, left, right = rows.min(), rows.max(), columns.min(), columns.max()
-    middle = lambda x, y: pixels[int(top + y * (bottom - top)), int(left + x * (right - left))].sum()  # noqa: E731
-    dark = [middle(0.25, 0.25), middle(0.25, 0.75), middle(0.75, 0.75)]
-    assert middle(0.75, 0.25) > 1.5 * max(dark)
+    pixels = np.round(255 * image.imread(path)[..., :3]).astype(int)
+    pixels = pixels[:, : int(0.75 * pixels.shape[1])]  # without the color bar
+    bright, dark = (np.argwhere((pixels == color).all(-1)) for color in ((252, 255, 164), (0, 0, 4)))
+    assert len(dark) / len(bright) == pytest.approx(3, rel=0.1)
+    assert bright[:, 0].max() < np.median(dark[:, 0])  # above the lower half
+    assert bright[:, 1].min() > np.quantile(dark[:, 1], 0.4)  # right of the left half
 
 
 BAD_HEATMAPS = {
