@@ -144,7 +144,7 @@ def test_heatmap_is_bright_where_weights_are_large(tmp_path):
     save_heatmap(path, jnp.asarray(weights), 512 * cells, tile_size=512, title="slide")
     pixels = np.round(255 * image.imread(path)[..., :3]).astype(int)
     pixels = pixels[:, : int(0.75 * pixels.shape[1])]  # without the color bar
-    bright, dark = (np.argwhere((pixels == color).all(-1)) for color in ((252, 255, 164), (0, 0, 4)))
+    bright, dark = (np.argwhere((pixels == color).all(-1)) for color in ((252, 254, 164), (0, 0, 3)))
     assert len(dark) / len(bright) == pytest.approx(3, rel=0.1)
     assert bright[:, 0].max() < np.median(dark[:, 0])  # above the lower half
     assert bright[:, 1].min() > np.quantile(dark[:, 1], 0.4)  # right of the left half
