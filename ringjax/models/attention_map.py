@@ -63,12 +63,12 @@ def layer_weights(
     return model.encoder.run(step, x)[1]
 
 
-@functools.partial(jax.jit, static_argnames=("is_cls", "is_relative", "reports"))
+@functools.partial(jax.jit, static_argnames=("is_relative", "reports"))
 def rollout(
     graph: nnx.GraphDef[SlideEncoder],
     state: Any,  # noqa: ANN401
     inputs: SlideInputs,
-    is_cls: bool,
+    is_cls: Array,
     is_relative: bool,
     reports: bool,
 ) -> Array:
@@ -81,7 +81,7 @@ def rollout(
     x, position = model.rows(inputs)
     ids = segment_ids(position, inputs.lengths)
     _, states = model.encoder.run(lambda block, x, _: (block(x, deterministic=True, segment_ids=ids), x), x)
-    is_pooled = (ids == 0) & ((position == 0) if is_cls else (position > 0))
+    is_pooled = (ids == 0) & ((position == 0) == is_cls)
     first = is_pooled.astype(jnp.promote_types(x.dtype, jnp.float32))
     first = first / first.sum(axis=1, keepdims=True)
     block_graph, blocks = nnx.split(model.encoder.blocks)

@@ -281,7 +281,7 @@ class SlideEncoder(nnx.Module):
         Raises:
             ValueError: As in a call.
         """
-        is_cls = check_choice("pool", pool, get_args(Pool)) == "cls"
+        is_cls = jnp.asarray(check_choice("pool", pool, get_args(Pool)) == "cls")
         inputs = self._prepare(tiles, coordinates, lengths, tile_size)
         shares = rollout(*nnx.split(self), inputs, is_cls, check_bool("relative", relative), debug.is_enabled())
         return shares[:, 1 : tiles.shape[1] + 1]
