@@ -10,6 +10,7 @@ import pytest
 import torchscale_reference as reference
 from cases import QUICK, error
 from flax import nnx
+from jax.sharding import Mesh
 
 import ringjax as rj
 from ringjax.models import LongNetConfig, SlideEncoder, slide, slide_inputs
@@ -174,7 +175,10 @@ def test_a_cohort_shares_a_few_programs():
     lengths = np.random.default_rng(0).integers(500, 50_000, 1000) + 1
     buckets = [slide_inputs.bucket_length(int(n)) for n in lengths]
     assert len(set(buckets)) <= 22
-    assert all(n <= bucket <= max(512, 2 * n) and bucket <= max(2048, 1.25 * n) for n, bucket in zip(lengths, buckets, strict=True))
+    assert all(
+        n <= bucket <= max(512, 2 * n) and bucket <= max(2048, 1.25 * n)
+        for n, bucket in zip(lengths, buckets, strict=True)
+    )
 
 
 def test_no_program_holds_a_table_of_the_grid_or_a_square_of_the_length():
@@ -182,7 +186,7 @@ def test_no_program_holds_a_table_of_the_grid_or_a_square_of_the_length():
     shapes = {"tiles": (1, 4000, 24), "coordinates": (1, 4000, 2)}
     arguments = {name: jax.ShapeDtypeStruct(shape, np.float32) for name, shape in shapes.items()}
     jaxpr = jax.make_jaxpr(lambda tiles, coordinates: encoder(tiles, coordinates, pool="mean"))(**arguments)
-    compiled = jax.jit(lambda tiles, coordinates: encoder(tiles, coordinates)).lower(**arguments).compile()
+    compiled = jax.jit(encoder).lower(**arguments).compile()
     assert max(x.size for x in jaxpr.consts) <= 1000 * 64
     rows = 4096 * (64 * 24 + 24)  # what grows with the length: some 24 arrays of features
     assert compiled.memory_analysis().temp_size_in_bytes <= 4 * rows
@@ -204,3 +208,157 @@ def test_config_of_gigapath_has_its_sizes():
     assert (config.num_layers, config.features, config.num_heads, config.input_features) == (12, 768, 16, 1536)
     assert config.pattern == torchscale_pattern(reference.GIGAPATH_SEGMENTS, reference.GIGAPATH_RATES)
     assert (config.dropout_rate, config.drop_path_rate, config.norm_epsilon) == (0.25, 0.1, 1e-5)
+
+
+def test_tile_outputs_without_pooling_are_those_of_the_encoder():
+    encoder = small_encoder()
+    tiles, coordinates = slide_of(40, dtype=np.float32)
+    embedding, outputs = encoder(tiles[None], coordinates[None], pool="mean", return_tiles=True)
+    assert outputs.shape == (1, 40, 64)
+    # the norm of the mean is not the mean of the norm, so only rows are compared
+    alone, one = encoder(tiles[None, :1], coordinates[None, :1], pool="mean", return_tiles=True)
+    assert error(alone, one[:, 0]) <= 1e-6 and error(embedding, outputs.mean(1)) > 1e-3
+
+
+MESH = {"contiguous": (4, 1), "zigzag": (2, 2)}
+
+
+@pytest.mark.parametrize(
+    ("layout", "strategy", "grad"),
+    [
+        ("zigzag", "ring", False),
+        pytest.param("contiguous", "all_to_all", True, marks=pytest.mark.slow),
+        pytest.param("zigzag", "all_to_all", False, marks=pytest.mark.slow),
+        pytest.param("contiguous", "all_gather", True, marks=pytest.mark.slow),
+        pytest.param("zigzag", "ring", True, marks=pytest.mark.slow),
+    ],
+)
+def test_a_ring_gives_the_embeddings_of_one_device(layout, strategy, grad):
+    lengths = np.array([300, 90])
+    tiles, coordinates = batch_of(lengths, fill=0.0)
+    size, batch = MESH[layout]
+    mesh = Mesh(np.array(jax.devices()[: size * batch]).reshape(batch, size), ("batch", "ring"))
+    ring = rj.Ring(mesh, layout=layout, strategy=strategy, batch_axis="batch")
+
+    def outputs(ring):
+        encoder = small_encoder(ring=ring)
+        graph, parameters = nnx.split(encoder)
+
+        def encode(parameters, tiles):
+            options = {"pool": "mean", "return_tiles": True}
+            return nnx.merge(graph, parameters)(tiles, coordinates, lengths, **options)
+
+        if not grad:
+            return COMPILE(encode)(parameters, tiles)
+        loss = lambda parameters, tiles: sum((x * x).sum() for x in encode(parameters, tiles))  # noqa: E731
+        return COMPILE(jax.grad(loss))(parameters, tiles)
+
+    one, many = (nnx.to_pure_dict(x) if grad else x for x in (outputs(None), outputs(ring)))
+    assert max(jax.tree.leaves(jax.tree.map(error, many, one))) <= (2e-5 if grad else 2e-6)
+
+
+def test_attention_inputs_give_weights_that_sum_to_one():
+    encoder, lengths = small_encoder(), [30, 12]
+    tiles, coordinates = batch_of(lengths)
+    pattern = encoder.config.pattern
+    for layer in (0, 1):
+        query, key, lse = encoder.attention_inputs(tiles, coordinates, lengths, layer=layer)
+        assert query.shape == key.shape == (2, 31, 16, 4) and lse.shape == (2, 31, 16)
+        expected = expected_lse(query[1, :13], key[1, :13], pattern)
+        assert error(lse[1, :13], expected) <= 1e-5
+        assert np.all(lse[1, 13:] == -np.inf)
+
+
+def expected_lse(query, key, pattern):
+    """Returns the log-sum-exp of all branches and their zero keys."""
+    length, heads, dim = query.shape
+    total = np.zeros((length, heads))
+    for w, r in zip(pattern.segment_lengths, pattern.dilation_rates, strict=True):
+        assert w >= length
+        padded = -(-length // r) * r
+        for h in range(heads):
+            rows = np.arange(h // -(-heads // r), padded, r)
+            real = rows[rows < length]
+            scores = np.exp(query[real, h] @ key[real, h].T / np.sqrt(dim))
+            total[real, h] += scores.sum(1) + len(rows) - len(real)
+    return np.log(total)
+
+
+def test_inputs_that_are_traced_and_outside_the_grid_give_nan():
+    encoder = small_encoder()
+    tiles, coordinates = slide_of(20, dtype=np.float32)
+    encode = COMPILE(encoder)
+    assert np.isfinite(encode(tiles[None], coordinates[None])).all()
+    assert np.isnan(encode(tiles[None], coordinates[None] + 200_000)).all()
+
+
+def test_misplaced_rows_warn_once():
+    slide_inputs._warn_once.cache_clear()
+    options = {"offsets": "block", "mixing": "detached", "padding": "zeros"}
+    encoder = load(WEIGHTS, np.float32, pattern=rj.DilationPattern((64, 100), (1, 8), **options))
+    tiles, coordinates = slide_of(100, dtype=np.float32)
+    encoder(tiles[None, :99], coordinates[None, :99])  # one segment with the CLS token
+    with pytest.warns(UserWarning, match="branch 100/8 .* slides with 100 tiles or more differ") as caught:
+        encoder(tiles[None], coordinates[None])
+    assert len(caught) == 1
+    encoder(tiles[None], coordinates[None])
+
+
+GOOD = dict(zip(("tiles", "coordinates"), batch_of([5, 5]), strict=True))
+NAN_TILES = np.where(np.arange(24) == 3, np.nan, GOOD["tiles"]).astype(np.float32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"tiles": GOOD["tiles"][..., :20]}, r"`tiles` must have 24 features in the last axis, got shape \(2, 5, 20\)"),
+        ({"tiles": GOOD["tiles"][0]}, r"`tiles` must have rank 3 \(slides, tiles, features\)"),
+        ({"tiles": GOOD["coordinates"]}, "`tiles` must be floating point, got int32"),
+        ({"tiles": NAN_TILES}, "`tiles` must be finite, got NaN or infinite features in slide 0"),
+        ({"tiles": jnp.asarray(NAN_TILES)}, "`tiles` must be finite"),
+        ({"coordinates": None}, "`coordinates` must be an array, got NoneType"),
+        (
+            {"coordinates": GOOD["coordinates"][:, :4]},
+            r"`coordinates` must have shape .* = \(2, 5, 2\), got \(2, 4, 2\)",
+        ),
+        (
+            {"coordinates": GOOD["coordinates"] * 0 + 256_000},
+            "`coordinates` .* below 1000 times `tile_size` 256, .* 256000",
+        ),
+        ({"coordinates": GOOD["coordinates"] * 0 - 1}, "`coordinates` .* got -1 to -1 in slide 0"),
+        ({"coordinates": GOOD["coordinates"] * np.nan}, "`coordinates` .* got nan to nan"),
+        ({"lengths": [5]}, r"`lengths` must be integers of shape \(2,\)"),
+        ({"lengths": [5, 6]}, r"`lengths` must be between 1 and 5, got \[5, 6\]"),
+        ({"lengths": [0, 5]}, "`lengths` must be between 1 and 5"),
+        ({"pool": "max"}, "`pool` must be one of"),
+        ({"all_layers": 1}, "`all_layers` must be a bool"),
+        ({"return_tiles": None}, "`return_tiles` must be a bool"),
+        ({"tile_size": 0}, "`tile_size` must be"),
+        ({"dropout_rng": 3}, "`dropout_rng` must be"),
+    ],
+)
+def test_bad_inputs_raise_one_line(changes, text):
+    with pytest.raises(ValueError, match=text) as caught:
+        small_encoder()(**{**GOOD, **changes})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layer", [-1, 2, None])
+def test_layers_out_of_range_raise(layer):
+    with pytest.raises(ValueError, match="`layer` must be"):
+        small_encoder().attention_inputs(**GOOD, layer=layer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"input_features": None}, "`input_features` must be given"),
+        ({"vocab_size": 5}, "`vocab_size` must be None"),
+        ({"positions": "rotary"}, "`positions` must be None"),
+        ({"features": 18, "num_heads": 2}, "`features` must be a multiple of 4"),
+    ],
+)
+def test_bad_configs_raise(changes, text):
+    sizes = {"input_features": 8, "positions": None, **changes}
+    with pytest.raises(ValueError, match=text):
+        SlideEncoder(LongNetConfig.tiny(**sizes), rngs=nnx.Rngs(0))

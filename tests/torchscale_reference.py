@@ -104,8 +104,8 @@ def layer(w, x, num_heads, segment_lengths, rates, is_causal):
     x = x + linear(w, "self_attn.out_proj", attended)
     hidden = linear(w, "ffn.fc1", norm(w, "final_layer_norm", x))
     hidden = hidden * (1 + lax.erf(hidden / math.sqrt(2))) / 2
-    if f"ffn.ffn_layernorm.weight" in w:
-        hidden = norm(w, f"ffn.ffn_layernorm", hidden)
+    if "ffn.ffn_layernorm.weight" in w:
+        hidden = norm(w, "ffn.ffn_layernorm", hidden)
     return x + linear(w, "ffn.fc2", hidden)
 
 

@@ -85,7 +85,7 @@ class Block(nnx.Module):
         self.expand = linear(config.features, hidden, kernel_metadata=over(None, axis), bias_metadata=over(axis))
         self.hidden_norm: nnx.LayerNorm | None = nnx.data(norm(hidden) if config.sub_norm else None)
         self.contract = linear(hidden, config.features, kernel_metadata=over(axis, None))
-        self.most_rows = config.feed_forward_rows
+        self.rows_at_once = config.rows_at_once
         for kernel in (self.attention.out.kernel, self.contract.kernel):
             kernel[...] *= (2 * config.num_layers) ** -0.5
 
@@ -117,7 +117,7 @@ class Block(nnx.Module):
                 hidden = self.hidden_norm(hidden)
             return self.contract(hidden, out_sharding=out_sharding)
 
-        out = map_rows(apply, x, self.most_rows)
+        out = map_rows(apply, x, self.rows_at_once)
         return x + (out if dropout is None else dropout(out, 1))
 
 
@@ -125,8 +125,8 @@ class BlockStack(nnx.Module):
     """The blocks and the final norm, shared by decoder and encoder."""
 
     def __init__(self, config: LongNetConfig, *, is_causal: bool, ring: Ring | None, rngs: nnx.Rngs) -> None:
-        if config.feed_forward_rows is not None and ring is not None:
-            raise ValueError(f"`feed_forward_rows` must be None on a ring, got {config.feed_forward_rows}.")
+        if config.rows_at_once is not None and ring is not None:
+            raise ValueError(f"`rows_at_once` must be None on a ring, got {config.rows_at_once}.")
         if config.dtype is None:
             mesh = None if ring is None else ring.mesh
             device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None

@@ -53,8 +53,8 @@ class LongNetConfig:
             calls with a `dropout_rng`.
         drop_path_rate: Probability, in calls with a `dropout_rng`, that a sequence skips the attention or feed-forward
             layer of the last block. It increases linearly from 0 in the first block.
-        feed_forward_rows: Most rows of a sequence that a feed-forward layer computes at once, which bounds the memory of
-            a forward pass, or None for all. Must be None on a ring.
+        rows_at_once: Most rows of a sequence that projections and feed-forward layers compute at once, which bounds the
+            memory of a forward pass, or None for all. Must be None on a ring.
         remat: Whether to rematerialize blocks in the backward pass, except for their attention.
         scan_layers: Whether to scan over the blocks, which compiles one block, or to unroll them.
         dtype: Dtype of the computation, `ringjax.compute_dtype()` by default.
@@ -92,7 +92,7 @@ class LongNetConfig:
     attention_dropout_rate: float = 0.0
     dropout_rate: float = 0.0
     drop_path_rate: float = 0.0
-    feed_forward_rows: int | None = None
+    rows_at_once: int | None = None
     remat: bool = True
     scan_layers: bool = True
     dtype: DTypeLike | None = None
@@ -103,7 +103,7 @@ class LongNetConfig:
         check_int("num_layers", self.num_layers, most=MOST_HEADS)
         check_int("features", self.features, most=MOST_POSITIONS)
         check_heads(self.num_heads, self.num_kv_heads)
-        for name in ("vocab_size", "input_features", "hidden_features", "feed_forward_rows"):
+        for name in ("vocab_size", "input_features", "hidden_features", "rows_at_once"):
             check_optional(check_int, name, getattr(self, name), 1, MOST_POSITIONS)
         check_sinks(self.sinks, self.pattern)
         for name in ("sub_norm", "final_norm", "use_bias", "tie_embeddings", "remat", "scan_layers"):

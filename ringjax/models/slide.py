@@ -136,7 +136,7 @@ class SlideEncoder(nnx.Module):
             `state_dict` must be that of Prov-GigaPath's slide encoder, wi
         """
         fields = {"dtype": dtype, "param_dtype": param_dtype, "num_heads": num_heads, **changes}
-        fields.setdefault("feed_forward_rows", 1024 if ring is None else None)
+        fields.setdefault("rows_at_once", 1024 if ring is None else None)
         config, parameters, unused = convert_gigapath(state_dict, fields, pattern)
         empty = nnx.eval_shape(lambda: cls(config, ring=ring, rngs=nnx.Rngs(0)))
         encoder = load_params(empty, parameters, empty.encoder.blocks.attention.core.mesh)

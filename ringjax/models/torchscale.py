@@ -156,7 +156,9 @@ def _read(state_dict: Mapping[str, ArrayLike], prefix: str, kind: Kind) -> tuple
     unknown = sorted(set(state_dict) - {prefix + name for name in expected})
     missing = sorted({prefix + name for name in expected} - set(state_dict))
     if unknown or missing:
-        hint = " (see `SlideEncoder.from_gigapath`)" if prefix + "patch_embed.proj.weight" in state_dict else ""
+        hint = ""
+        if any(name.endswith("patch_embed.proj.weight") for name in state_dict):
+            hint = f" (see `SlideEncoder.from_gigapath`, or pass only the names that start with {prefix!r})"
         raise ValueError(
             f"`state_dict` must have the names of a LongNet {kind}{hint}, got unknown {unknown}, missing {missing}."
         )
