@@ -18,6 +18,7 @@ import pathlib
 import sys
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -163,8 +164,8 @@ def process_slide(encoder: SlideEncoder, job: Job, results: Embeddings, options:
         states = encoder(
             tiles, coordinates, pool=options.pool, all_layers=options.all_layers, tile_size=slide.tile_size
         )
-    except ValueError as error:
-        raise SlideError(f"{job.file}: {error}") from error
+    except (ValueError, MemoryError, jax.errors.JaxRuntimeError) as error:
+        raise SlideError(f"{job.file}: {str(error).splitlines()[0]}") from error
     embedding = np.asarray(states, np.float32)[..., 0, :]
     if not np.isfinite(embedding).all():
         raise SlideError(f"{job.file}: the embedding is not finite (try --dtype float32)")

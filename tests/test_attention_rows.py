@@ -104,6 +104,23 @@ def test_zero_keys_and_sinks_take_the_rest_of_the_weight():
             assert (np.asarray(found.sum(-1)) < 0.9).any()
 
 
+@pytest.mark.parametrize("case", [CASES[1], CASES[3]], ids=lambda c: c.rule)
+def test_weighted_values_are_the_attention_output(case):
+    with jax.enable_x64(True):
+        query, key, value, _ = case.arrays(np.float64)
+
+        @functools.partial(jax.jit, compiler_options=QUICK)
+        def both(query, key, value):
+            options = {"pattern": case.pattern, **case.keywords()}
+            out, lse = rj.dilated_attention(query, key, value, return_lse=True, implementation="xla", **options)
+            return out, rj.attention_rows(query, key, lse, rows=np.arange(case.length), **options)
+
+        out, weights = both(query, key, value)
+        expected = np.einsum("bpns,bsnh->bpnh", weights, np.repeat(value, case.q_per_kv, axis=2))
+        divisor = len(case.segment_lengths) if case.rule == "split" else 1
+        assert error(out, expected / divisor) <= TOLERANCE["float64"]
+
+
 def test_low_precision_rows_are_float32():
     case = Case(length=24, segment_lengths=(8, 24), dilation_rates=(1, 3), kv_heads=3)
     query, key, _, _ = case.arrays(jnp.bfloat16)

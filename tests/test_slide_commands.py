@@ -188,6 +188,19 @@ def test_own_slides_are_read_with_their_labels(tmp_path):
 
 
 @pytest.mark.slow
+def test_training_starts_from_weights_of_gigapath(cohort, capsys):
+    for name in ("c", "d"):
+        write_slide(cohort / "features" / f"{name}.npz", synthetic_slide(np.random.default_rng(1), 40, WIDTH))
+    (cohort / "labels.csv").write_text("a,tumor\nb,normal\nc,normal\nd,tumor\n")
+    files = {"tiles": "features", "labels": "labels.csv", "weights": "weights.npz", "out": "run"}
+    words = [word for name, file in files.items() for word in (f"--{name}", str(cohort / file))]
+    assert slide_classification.main([*words, "--epochs", "2", "--batch-size", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "2 slides to train with, 2 to test with, classes normal, tumor" in out
+    assert "epoch   2 of 2" in out
+
+
+@pytest.mark.slow
 def test_planted_lesion_is_learned_and_training_is_continued(tmp_path, capsys):
     assert slide_classification.main(["--out", str(tmp_path), "--epochs", "6"]) == 0
     accuracy = float(capsys.readouterr().out.splitlines()[-1].split("%")[0])

@@ -32,7 +32,8 @@ _STORAGES = {
     "IntStorage": np.int32,
     "BoolStorage": np.bool_,
 }
-_SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "I64": np.int64}
+_SAFETENSORS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_SAFETENSORS |= {"I64": np.int64, "I32": np.int32, "U8": np.uint8, "BOOL": np.bool_}
 
 
 def read_weights(path: pathlib.Path) -> Weights:
