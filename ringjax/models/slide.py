@@ -268,7 +268,8 @@ class SlideEncoder(nnx.Module):
 
         The pattern alone favors some tiles: the CLS token has the first position, so most heads attend to the first
         segment of the shortest branch only, the first 1023 tiles with the pattern of Prov-GigaPath. With `relative`,
-        shares are divided by those for equal scores, which leaves what the encoder prefers.
+        shares are divided by those for equal scores, which leaves what the encoder prefers, between tiles and between
+        tiles and zero keys.
 
         Args:
             tiles, coordinates, lengths, pool, tile_size: As in a call.
