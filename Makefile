@@ -6,7 +6,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo ring recall train test test-slow soak lint types doctest sanitize bench bench-full million aot-tpu aot-cuda docs package clean
+.PHONY: demo ring recall slide train test test-slow soak lint types doctest sanitize bench bench-full million aot-tpu aot-cuda docs package clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
@@ -17,6 +17,10 @@ ring: $(VENV)/ready
 # trains two layers to recall a token from 4,096 positions back
 recall: $(VENV)/ready
 	$(BIN)/python examples/recall.py --out runs/recall.png
+
+# embeds a synthetic slide with random weights of the shapes of Prov-GigaPath, and draws its heat map
+slide: $(VENV)/ready
+	$(BIN)/python examples/slide_encoder.py --demo runs/slide
 
 # trains a language model on the source code of Python's standard library, on 8 simulated devices; TRAIN adds options
 train: $(VENV)/ready

@@ -1,6 +1,7 @@
 """ringjax: dilated (LongNet) attention for JAX."""
 
 from ringjax._src.api import count_tiles, dilated_attention, ring_dilated_attention
+from ringjax._src.attention_rows import attention_rows
 from ringjax._src.comm.layout import from_layout, positions, to_layout
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.decode import DecodeCache, decode_step, generate, init_cache, prefill
@@ -31,6 +32,7 @@ __all__ = [
     "Plan",
     "Ring",
     "attention_fn",
+    "attention_rows",
     "compute_dtype",
     "count_tiles",
     "decode_step",

@@ -121,6 +121,10 @@ def reference(query=Q, key=Q, value=Q, pattern=PATTERN, **keywords):
     return rj.reference_attention(query, key, value, pattern, **keywords)
 
 
+def rows_of(query=Q, key=Q, lse=Q[..., 0], pattern=PATTERN, rows=(0,), **keywords):
+    return rj.attention_rows(query, key, lse, pattern, rows=rows, **keywords)
+
+
 def tiles(query=Q, key=Q, value=Q, pattern=PATTERN, ring=None, **keywords):
     return rj.count_tiles(query, key, value, pattern, ring=ring or rj.Ring(ring_mesh(2)), **keywords)
 
@@ -162,6 +166,10 @@ bad(
 bad("dilated_attention", lambda **k: traced(**{"batch": 1, "length": 8} | k), {"length": "query", "batch": "query"},
     length=[2**31, 2**40, HUGE], batch=[2**28])  # fmt: skip
 bad("reference_attention", reference, rows=[[-1], [8], [0.5], 3, [], [True], "x", [2**70], None.__class__])
+ROW_LISTS = [[-1], [8], [0.5], 3, [], [[0]], [True], "x", [2**70], None, np.zeros(2), np.array([2**40])]
+LSES = [None, [1.0], Q, Q[..., 0].astype(int), Q[:, :4, :, 0], Q[:, :, :2, 0]]
+bad("attention_rows", rows_of, query=ARRAYS, key=ARRAYS, lse=LSES, pattern=[None, (4, 8)], rows=ROW_LISTS, **MASKS)
+bad("attention_rows", rows_of, scale=SCALES, key=[Q[:1], Q[:, :4], Q[..., :2], Q[:, :, :3], Q.astype(np.float16)])
 bad("count_tiles", lambda **k: rj.count_tiles(Q, Q, Q, PATTERN, **k), ring=[None, *RINGS])
 
 

@@ -1,10 +1,12 @@
 """Converted torchscale weights give the outputs of a plain forward pass of torchscale's layers."""
 
-import math
+import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import torchscale_reference as reference
 from cases import QUICK, error
 
 import ringjax as rj
@@ -13,7 +15,7 @@ from ringjax.models import LongNetDecoder, LongNetEncoder, from_torchscale
 BATCH, LENGTH, VOCABULARY, LAYERS, FEATURES, HEADS, HIDDEN = 2, 32, 9, 2, 24, 3, 20
 DIM = FEATURES // HEADS
 SEGMENTS, RATES = (8, 32), (1, 2)
-PATTERN = rj.DilationPattern(SEGMENTS, RATES, offsets="block", mixing="detached")
+PATTERN = rj.DilationPattern(SEGMENTS, RATES, offsets="block", mixing="detached", padding="zeros")
 TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, (BATCH, LENGTH)).astype(np.int32)
 
 
@@ -44,50 +46,16 @@ def state_dict(prefix="decoder.", *, subln=True, xpos=True, tokens=True, head=Tr
     return state
 
 
-def norm(w, name, x):
-    x = (x - x.mean(-1, keepdims=True)) / np.sqrt(x.var(-1, keepdims=True) + 1e-5)
-    return x * w[f"{name}.weight"] + w[f"{name}.bias"]
+def exact(state):
+    return {name: jnp.asarray(x, jnp.float64) for name, x in state.items()}
 
 
-def linear(w, name, x):
-    return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
-
-
-def xpos(x, zeta, is_key):
-    """Rotates adjacent dimensions of (B, T, N, H) and scales them with the position."""
-    at = np.arange(LENGTH)[:, None]
-    angle = at * 10_000.0 ** (-np.arange(DIM // 2) / (DIM // 2))
-    scale = zeta ** ((at - LENGTH // 2) / 512)
-    scale = 1 / scale if is_key else scale
-    rotated = (x[..., ::2] + 1j * x[..., 1::2]) * (scale * np.exp(1j * angle))[None, :, None, :]
-    return np.stack([rotated.real, rotated.imag], axis=-1).reshape(x.shape)
-
-
-def forward(state, prefix, x, *, is_causal):
-    """Computes all layers of torchscale and the final norm in float64."""
-    w = {name.removeprefix(prefix): np.asarray(value, np.float64) for name, value in state.items()}
-    for i in range(LAYERS):
-        name = f"layers.{i}."
-        normed = norm(w, f"{name}self_attn_layer_norm", x)
-        q, k, v = (linear(w, f"{name}self_attn.{n}_proj", normed).reshape(BATCH, LENGTH, HEADS, DIM) for n in "qkv")
-        if f"{name}self_attn.xpos.scale" in w:
-            zeta = w[f"{name}self_attn.xpos.scale"]
-            q, k = xpos(q, zeta, is_key=False), xpos(k, zeta, is_key=True)
-        with jax.enable_x64(True):
-            oracle = jax.jit(
-                rj.reference_attention, static_argnums=3, static_argnames="is_causal", compiler_options=QUICK
-            )
-            attended = oracle(q, k, v, PATTERN, is_causal=is_causal)
-        attended = np.asarray(attended).reshape(x.shape)
-        if f"{name}self_attn.inner_attn_ln.weight" in w:
-            attended = norm(w, f"{name}self_attn.inner_attn_ln", attended)
-        x = x + linear(w, f"{name}self_attn.out_proj", attended)
-        hidden = linear(w, f"{name}ffn.fc1", norm(w, f"{name}final_layer_norm", x))
-        hidden = hidden * (1 + np.vectorize(math.erf)(hidden / math.sqrt(2))) / 2
-        if f"{name}ffn.ffn_layernorm.weight" in w:
-            hidden = norm(w, f"{name}ffn.ffn_layernorm", hidden)
-        x = x + linear(w, f"{name}ffn.fc2", hidden)
-    return norm(w, "layer_norm", x)
+def expected_outputs(state, prefix, x, *, is_causal, branches=(SEGMENTS, RATES), num_heads=HEADS):
+    """Returns the normalized outputs of torchscale's layers for a batch (B, T, features), in float64."""
+    with jax.enable_x64(True):
+        run_one = functools.partial(reference.outputs, exact(state), prefix, is_causal=is_causal)
+        forward = jax.jit(lambda x: run_one(x, num_heads, *branches), compiler_options=QUICK)
+        return np.stack([forward(each) for each in np.asarray(x, np.float64)])
 
 
 def convert(state, **options):
@@ -107,7 +75,7 @@ def test_decoder_gives_the_logits_of_torchscale(is_tied):
     assert isinstance(model, LongNetDecoder) and model.config.tie_embeddings == is_tied
     assert (model.config.positions, model.config.pattern) == ("xpos", PATTERN)
     x = state["decoder.embed_tokens.weight"][TOKENS].astype(np.float64)
-    expected = forward(state, "decoder.", x, is_causal=True) @ state["decoder.output_projection.weight"].T
+    expected = expected_outputs(state, "decoder.", x, is_causal=True) @ state["decoder.output_projection.weight"].T
     assert error(run(model, TOKENS), expected) <= 2e-6
 
 
@@ -117,7 +85,70 @@ def test_encoder_gives_the_features_of_torchscale(subln):
     model = convert(state, kind="encoder")
     assert isinstance(model, LongNetEncoder) and model.config.sub_norm == subln and model.config.positions is None
     x = np.random.default_rng(2).standard_normal((BATCH, LENGTH, FEATURES)).astype(np.float32)
-    assert error(run(model, x), forward(state, "", x.astype(np.float64), is_causal=False)) <= 2e-6
+    assert error(run(model, x), expected_outputs(state, "", x, is_causal=False)) <= 2e-6
+
+
+# Torchscale's shapes: kind, layers, features, heads, hidden features, segments, rates, length.
+SHAPES = {
+    "small": ("encoder", 2, 24, 3, 20, (8, 16, 64), (1, 2, 4), 45),
+    "LongViT": ("encoder", 2, 384, 16, 1536, (64, 128, 256, 512, 1024), (1, 2, 4, 8, 16), 1300),
+    "LongNetEncoder": ("encoder", 2, 768, 12, 3072, (2048, 4096, 8192), (1, 2, 4), 2500),
+    "LongNetDecoder": ("decoder", 2, 768, 12, 3072, (2048, 4096, 8192), (1, 2, 4), 2500),
+}
+
+
+@pytest.mark.parametrize("name", ["small", *(pytest.param(x, marks=pytest.mark.slow) for x in list(SHAPES)[1:])])
+def test_outputs_and_gradients_are_those_of_torchscale_at_any_length(name):
+    kind, num_layers, features, num_heads, hidden, segments, rates, length = SHAPES[name]
+    rng = np.random.default_rng(0)
+    options = {"final_norm": name in ("LongNetEncoder", "LongNetDecoder")}
+    if kind == "decoder":
+        options["xpos_dim"] = features // num_heads
+    state = reference.stack_weights(rng, num_layers, features, hidden, "", **options)
+    x, cotangent = rng.standard_normal((2, length, features))
+    if kind == "decoder":
+        state |= {"embed_tokens.weight": x.astype(np.float32), "output_projection.weight": np.eye(length, features)}
+
+    def with_gradient(forward):
+        def loss(x):
+            out = forward(x)
+            return (out * cotangent).sum(), out
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True), compiler_options=QUICK)
+
+    with jax.enable_x64(True), jax.numpy_dtype_promotion("standard"):
+        types = {"dtype": np.float64, "param_dtype": np.float64}
+        model = from_torchscale(state, segments, rates, num_heads, kind=kind, **types)
+        weights, is_causal = exact(state), kind == "decoder"
+
+        def ours(x):
+            return model.features(x[None], None, segment_ids=None, seq_len=None, positions=None)[0]
+
+        def theirs(x):
+            return reference.outputs(weights, "", x, num_heads, segments, rates, is_causal=is_causal)
+
+        (_, out), gradient = with_gradient(ours)(x)
+        (_, expected), expected_gradient = with_gradient(theirs)(x)
+    assert model.config.final_norm == options["final_norm"]
+    assert error(out, expected) <= 1e-9
+    assert error(gradient, expected_gradient) <= 1e-9
+
+
+def test_rows_that_torchscale_misplaces_raise_unless_accepted():
+    state = state_dict("", xpos=False, tokens=False, head=False)
+    options = {"segment_lengths": (8, 12), "dilation_rates": (1, 8), "num_heads": HEADS, "kind": "encoder"}
+    inputs = np.ones((1, 13, FEATURES), np.float32)
+    model = from_torchscale(state, **options)
+    run(model, inputs[:, :12])
+    with pytest.raises(ValueError, match=r"`accept_misplaced` .* must be True .* got branches 12/8 and length 13"):
+        model(inputs)
+    assert np.isfinite(run(from_torchscale(state, accept_misplaced=True, **options), inputs)).all()
+
+
+def test_decoding_raises_where_torchscale_would_misplace_rows():
+    model = from_torchscale(state_dict(), (8, 12), (1, 8), HEADS)
+    with pytest.raises(ValueError, match=r"`accept_misplaced` .* length 20"):
+        model.prefill(TOKENS[:, :4], max_len=20)
 
 
 def without(name):
@@ -133,13 +164,19 @@ def without(name):
         ),
         (lambda: convert({**state_dict(), "layer_norm.weight": np.ones(1)}), r"unknown \['layer_norm\.weight'\]"),
         (lambda: convert(state_dict(), tie_embeddings=True, dtype=np.float32), "not be given, got `tie_embeddings`"),
+        (lambda: convert({**state_dict(), "decoder.layer_norm.bias": np.full(24, np.nan)}), "finite .*layer_norm.bias"),
+        (
+            lambda: convert({**state_dict(), "decoder.embed_tokens.weight": ["a"]}),
+            "real numbers, got list for 'decoder",
+        ),
+        (lambda: convert(reference.gigapath_weights(), kind="encoder"), "see `SlideEncoder.from_gigapath`"),
         (lambda: convert({}), "one name that ends with 'layers.0.self_attn.q_proj.weight', got 0"),
         (lambda: convert(state_dict("")), '`kind` must be "decoder" or "encoder" .* prefix \'\', got None'),
         (lambda: from_torchscale(state_dict(), SEGMENTS, RATES, 4), "`num_heads` must be 24 features .* got 4"),
         (lambda: convert(state_dict("encoder.", head=False)), "`is_causal` must be True for `positions=.xpos.`"),
         (
             lambda: convert({**state_dict(), "decoder.layer_norm.bias": np.ones(3)}),
-            r"`state_dict` must have arrays of consistent shapes: .*, got .*'bias': \(3,\)",
+            r"`state_dict` must have arrays of consistent shapes: .*, got .*layer_norm.bias': \(3,\)",
         ),
     ],
 )

@@ -134,6 +134,7 @@ def _attention(
     seeds: Array | None,
     sink: Array | None,
 ) -> vjp.Result:
+    call = dataclasses.replace(call, spec=vjp.without_gradient(call.spec))
     return _attention_fwd(call, query, key, value, ids, seeds, sink)[0]
 
 

@@ -6,6 +6,7 @@ heads per key/value head, ``H`` head dim.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -54,12 +55,17 @@ def _attention(
     sink: Array | None,
 ) -> Result:
     """Computes attention (B, c, K, G, H), and the log-sum-exp if asked for; the arguments are those of `Shard`."""
-    return _attention_fwd(spec, query, key, value, ids, seeds, sink)[0]
+    return _attention_fwd(without_gradient(spec), query, key, value, ids, seeds, sink)[0]
 
 
 # Calls outside of `jit` compile once, and equal layers are traced once. Inlined, because plain XLA holds more in memory
 # otherwise.
 attention = jax.jit(_attention, static_argnums=(0,), inline=True)
+
+
+def without_gradient(spec: AttentionSpec) -> AttentionSpec:
+    """Returns a spec with the same output that keeps no output rows of branches, as ``mixing="detached"`` does."""
+    return spec._replace(pattern=dataclasses.replace(spec.pattern, mixing="exact"))
 
 
 def count_tiles(spec: AttentionSpec, shard: Shard) -> Array:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from ringjax._src.decode import DecodeCache
 from ringjax._src.flax.nnx import DilatedSelfAttention
 from ringjax._src.flax.placement import explicit_mesh, on_mesh
 from ringjax._src.flax.precision import compute_dtype
+from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import (
     check_ids,
     check_instance,
@@ -34,6 +35,22 @@ from ringjax.models.config import LongNetConfig
 
 Tree = TypeVar("Tree")
 KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names("ringjax_out", "ringjax_lse")
+
+
+class ResidualDropout(NamedTuple):
+    """Dropout and drop path of the outputs of the layers of a block."""
+
+    key: Array
+    rate: float
+    path_rate: Array  # scalar
+
+    def __call__(self, x: Array, nth: int) -> Array:
+        """Drops elements, and whole sequences, of the output (B, T, F) of the `nth` layer of the block."""
+        element_key, path_key = jax.random.split(jax.random.fold_in(self.key, nth))
+        x = drop_elements(x, element_key, self.rate)
+        kept = 1 - self.path_rate
+        is_kept = jax.random.bernoulli(path_key, kept, (x.shape[0], 1, 1))
+        return x * (is_kept / kept).astype(x.dtype)
 
 
 class Block(nnx.Module):
@@ -69,12 +86,18 @@ class Block(nnx.Module):
         self.expand = linear(config.features, hidden, kernel_metadata=over(None, axis), bias_metadata=over(axis))
         self.hidden_norm: nnx.LayerNorm | None = nnx.data(norm(hidden) if config.sub_norm else None)
         self.contract = linear(hidden, config.features, kernel_metadata=over(axis, None))
+        self.rows_at_once = config.rows_at_once
         for kernel in (self.attention.out.kernel, self.contract.kernel):
             kernel[...] *= (2 * config.num_layers) ** -0.5
 
-    def __call__(self, x: Array, **where: Any) -> Array:  # noqa: ANN401
+    def __call__(self, x: Array, dropout: ResidualDropout | None = None, **where: Any) -> Array:  # noqa: ANN401
         """Applies the block to the residual stream (B, T, F); `where` is passed to the attention."""
-        return self._feed_forward(x + self.attention(self.attention_norm(x), **where))
+        attended = self.attention(self.attention_norm(x), **where)
+        return self._feed_forward(x + (attended if dropout is None else dropout(attended, 0)), dropout)
+
+    def attention_inputs(self, x: Array, **where: Any) -> tuple[Array, Array, Array]:  # noqa: ANN401
+        """Returns the queries, the keys and the log-sum-exp of the scores of the block's attention."""
+        return self.attention.scores(self.attention_norm(x), **where)
 
     def prefill(self, x: Array, cache: DecodeCache, lengths: ArrayLike | None) -> tuple[Array, DecodeCache]:
         """Applies the block to a prompt and fills the cache of its attention."""
@@ -86,17 +109,25 @@ class Block(nnx.Module):
         attended, cache = self.attention.extend(self.attention_norm(x), cache, counts)
         return self._feed_forward(x + attended, over_ring=False), cache
 
-    def _feed_forward(self, x: Array, over_ring: bool = True) -> Array:
-        hidden = nnx.gelu(self.expand(self.feed_forward_norm(x)), approximate=False)
-        if self.hidden_norm is not None:
-            hidden = self.hidden_norm(hidden)
-        return x + self.contract(hidden, out_sharding=self.attention.core.out_sharding(x.ndim, over_ring))
+    def _feed_forward(self, x: Array, dropout: ResidualDropout | None = None, *, over_ring: bool = True) -> Array:
+        out_sharding = self.attention.core.out_sharding(x.ndim, over_ring)
+
+        def apply(x: Array) -> Array:
+            hidden = nnx.gelu(self.expand(self.feed_forward_norm(x)), approximate=False)
+            if self.hidden_norm is not None:
+                hidden = self.hidden_norm(hidden)
+            return self.contract(hidden, out_sharding=out_sharding)
+
+        out = map_rows(apply, x, self.rows_at_once)
+        return x + (out if dropout is None else dropout(out, 1))
 
 
 class BlockStack(nnx.Module):
     """The blocks and the final norm, shared by decoder and encoder."""
 
     def __init__(self, config: LongNetConfig, *, is_causal: bool, ring: Ring | None, rngs: nnx.Rngs) -> None:
+        if config.rows_at_once is not None and ring is not None:
+            raise ValueError(f"`rows_at_once` must be None on a ring, got {config.rows_at_once}.")
         if config.dtype is None:
             mesh = None if ring is None else ring.mesh
             device = mesh.devices.flat[0] if isinstance(mesh, Mesh) else None
@@ -110,7 +141,10 @@ class BlockStack(nnx.Module):
         self.config = config
         self.ring = ring
         self.blocks = blocks(rngs)
-        self.norm = layer_norm(config, config.features, rngs=rngs)
+        self.norm: nnx.LayerNorm | None = nnx.data(None)
+        if config.final_norm:
+            self.norm = layer_norm(config, config.features, rngs=rngs)
+        self.accept_misplaced = True
 
     def check_rows(
         self,
@@ -122,10 +156,20 @@ class BlockStack(nnx.Module):
     ) -> None:
         """Checks the arguments of a call that describe rows (B, T)."""
         check_optional(check_ids, "segment_ids", segment_ids, shape)
-        check_seq_len(seq_len, shape[1])
+        self.check_placement(check_seq_len(seq_len, shape[1]))
         if positions is not None:
             check_row_positions(positions, shape[0], shape[1])
         check_optional(check_key, "dropout_rng", dropout_rng)
+
+    def check_placement(self, length: int) -> None:
+        """Checks that torchscale, whose weights the model may have, would not misplace rows of this length."""
+        found = () if self.accept_misplaced else misplaced_branches(self.config.pattern, length)
+        if found:
+            raise ValueError(
+                "`accept_misplaced` of `from_torchscale` must be True for a sequence with several segments that the "
+                "rate does not divide, whose rows torchscale misplaces, got "
+                f"branches {', '.join(found)} and length {length}."
+            )
 
     def is_real(self, segment_ids: Array | None, seq_len: int | None, length: int) -> Array | None:
         """Returns which rows, (B, T) or (1, T), are not padding; None without padding."""
@@ -136,20 +180,56 @@ class BlockStack(nnx.Module):
         return inside if real is None else real & inside
 
     def features(self, x: Array, dropout_rng: Array | None, **where: Any) -> Array:  # noqa: ANN401
-        """Returns the normalized output of the last block; with a key, attention dropout is applied."""
-        keys = None if dropout_rng is None else jax.random.split(dropout_rng, self.config.num_layers)
-
-        def step(block: Block, x: Array, key: Array | None) -> tuple[Array, None]:
-            return block(x, rngs=key, deterministic=True if key is None else None, **where), None
-
-        return self.normalized(self.run(step, x, keys)[0])
+        """Returns the normalized output of the last block; with a key, dropout is applied."""
+        return self.normalized(self.states(x, dropout_rng, lambda _: None, **where)[0])
 
     def normalized(self, x: Array) -> Array:
-        """Applies the final norm."""
-        return on_mesh(self.norm, self.ring, x)(x)
+        """Applies the final norm, if there is one."""
+        return x if self.norm is None else on_mesh(self.norm, self.ring, x)(x)
+
+    def states(
+        self,
+        x: Array,
+        dropout_rng: Array | None,
+        report: Callable[[Array], Any],
+        **where: Any,  # noqa: ANN401
+    ) -> tuple[Array, Any, Any]:
+        """Applies the blocks to embeddings (B, T, F).
+
+        Returns:
+            The output of the last block, `report` of the embeddings, and `report` of the output of each block, stacked.
+        """
+        config, each = self.config, None
+        if dropout_rng is not None:
+            each = (
+                jax.random.split(dropout_rng, config.num_layers),
+                jnp.linspace(0, config.drop_path_rate, config.num_layers),
+            )
+            x = drop_elements(x, jax.random.fold_in(dropout_rng, config.num_layers), config.dropout_rate)
+
+        def step(block: Block, x: Array, each: tuple[Array, Array] | None) -> tuple[Array, Any]:
+            if each is None:
+                x = block(x, deterministic=True, **where)
+            else:
+                key, path_rate = each
+                x = block(x, self._residual_dropout(key, path_rate), rngs=key, **where)
+            return x, report(x)
+
+        first = report(x)
+        x, reports = self.run(step, x, each)
+        return x, first, reports
+
+    def _residual_dropout(self, key: Array, path_rate: Array) -> ResidualDropout | None:
+        config = self.config
+        if config.dropout_rate == 0 and config.drop_path_rate == 0:
+            return None
+        return ResidualDropout(key, config.dropout_rate, path_rate)
 
     def run(
-        self, step: Callable[[Block, Array, Any], tuple[Array, Any]], x: Array, each: Array | None = None
+        self,
+        step: Callable[[Block, Array, Any], tuple[Array, Any]],
+        x: Array,
+        each: Any = None,  # noqa: ANN401
     ) -> tuple[Array, Any]:
         """Scans `step` over the blocks and the entries of `each`, and stacks its other outputs."""
         graph, state = nnx.split(self.blocks)
@@ -179,6 +259,37 @@ def check_model(config: LongNetConfig, ring: Ring | None, rngs: nnx.Rngs) -> Non
     check_instance("rngs", rngs, nnx.Rngs)
 
 
+def misplaced_branches(pattern: DilationPattern, length: int) -> tuple[str, ...]:
+    """Returns the branches, as ``"w/r"``, whose rows torchscale misplaces in a sequence of this length.
+
+    Torchscale pads each segment to a multiple of the rate and then reads the padded segments as if they followed each
+    other directly, so that the rows of every segment but the first are shifted.
+    """
+    branches = zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
+    return tuple(f"{w}/{r}" for w, r in branches if w < length and w % r)
+
+
+def map_rows(function: Callable[[Array], Array], x: Array, most_rows: int | None) -> Array:
+    """Applies a function of rows to (B, T, F), to equal parts of at most `most_rows` rows at a time.
+
+    If the length has no suitable divisor, all rows are one part.
+    """
+    batch, length = x.shape[:2]
+    least = 1 if most_rows is None else -(-length // most_rows)
+    parts = next((n for n in range(least, 2 * least) if length % n == 0), 1)  # parts of a half to all of `most_rows`
+    if parts == 1:
+        return function(x)
+    out = lax.map(function, x.reshape(batch, parts, length // parts, -1).swapaxes(0, 1))
+    return out.swapaxes(0, 1).reshape(batch, length, -1)
+
+
+def drop_elements(x: Array, key: Array, rate: float) -> Array:
+    """Sets a fraction of the elements to 0 and divides the others by ``1 - rate``."""
+    if rate == 0:
+        return x
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, x.shape), x / (1 - rate), jnp.zeros_like(x))
+
+
 def layer_norm(config: LongNetConfig, features: int, *, rngs: nnx.Rngs) -> nnx.LayerNorm:
     """Returns a layer norm with the settings of `config`."""
     return nnx.LayerNorm(
@@ -191,6 +302,6 @@ def layer_norm(config: LongNetConfig, features: int, *, rngs: nnx.Rngs) -> nnx.L
     )
 
 
-def tree_index(tree: Tree, index: int) -> Tree:
+def tree_index(tree: Tree, index: int | Array) -> Tree:
     """Returns one entry of each array along its first axis."""
     return jax.tree.map(lambda x: x[index], tree)

@@ -105,7 +105,7 @@ class LongNetDecoder(BlockStack):
                 padding, where any value is allowed.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
             positions: Position of each token; by default its index in the sequence.
-            dropout_rng: A key for attention dropout; without a key, or after `eval()`, there is no dropout.
+            dropout_rng: A key for dropout and drop path; without a key, there is neither.
 
         Raises:
             ValueError: If an array has the wrong shape or dtype, or `seq_len` exceeds the length of `tokens`.
@@ -142,6 +142,7 @@ class LongNetDecoder(BlockStack):
         batch, length = tokens.shape
         core, is_real = self.blocks.attention.core, None
         core.check_prompt(length, check_int("max_len", max_len, most=MOST_POSITIONS), lengths)
+        self.check_placement(max_len)
         if lengths is not None:
             ends = jnp.asarray(check_counts("lengths", lengths, batch, length))
             is_real = stored_positions(self.ring, length)[None] < ends[:, None]

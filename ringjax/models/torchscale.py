@@ -2,33 +2,37 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
 from jax.typing import ArrayLike
 
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.pattern import DilationPattern
-from ringjax._src.validation import check_instance, check_int, check_optional, shown
-from ringjax.models.config import LongNetConfig
+from ringjax._src.validation import check_bool, check_instance, check_int, check_optional, shown
+from ringjax.models.config import LongNetConfig, torchscale_pattern
 from ringjax.models.model import LongNetDecoder, LongNetEncoder
+from ringjax.models.weights import (
+    FINAL_NORM,
+    SUB_NORM,
+    XPOS,
+    Shapes,
+    Weights,
+    check_names,
+    check_shapes,
+    count_layers,
+    load_params,
+    read_arrays,
+    stack_parameters,
+    stack_shapes,
+)
 
 Kind = Literal["decoder", "encoder"]
-Weights = dict[str, np.ndarray]
 Model = LongNetDecoder | LongNetEncoder
-
-# our names and torchscale's names within a block
-LINEARS = {"expand": "ffn.fc1", "contract": "ffn.fc2"}
-HEADS = {name: f"self_attn.{short}_proj" for name, short in (("query", "q"), ("key", "k"), ("value", "v"))}
-NORMS = {"attention_norm": "self_attn_layer_norm", "feed_forward_norm": "final_layer_norm"}
-SUB_NORM, HIDDEN_NORM, OUT = "self_attn.inner_attn_ln", "ffn.ffn_layernorm", "self_attn.out_proj"
-XPOS = "self_attn.xpos.scale"
+TOKENS, OUTPUT = "embed_tokens.weight", "output_projection.weight"
+FIRST = "layers.0.ffn.fc1.weight"
 
 
 def from_torchscale(
@@ -39,37 +43,41 @@ def from_torchscale(
     *,
     kind: Kind | None = None,
     ring: Ring | None = None,
+    accept_misplaced: bool = False,
     **changes: Any,  # noqa: ANN401
 ) -> Model:
     """Creates a model with the weights of a torchscale `LongNetDecoder` or `LongNetEncoder`.
 
-    The pattern uses torchscale's offsets (``"block"``) and mixing (``"detached"``). Sub-norms and xPos are used if the
-    state dict contains them. Torchscale rotates pairs of adjacent dimensions, ringjax rotates halves, so the columns of
-    the query and key projections are permuted. Settings that a state dict does not contain are assumed to have
-    torchscale's defaults: gelu, pre-norm, unscaled embeddings, and a `scale_base` of 512 for xPos.
+    The pattern uses torchscale's offsets (``"block"``), mixing (``"detached"``) and padding (``"zeros"``). Sub-norms,
+    the final norm of an encoder and xPos are used if the state dict contains them. Torchscale rotates pairs of adjacent
+    dimensions, ringjax rotates halves, so the columns of the query and key projections are permuted. Settings that a
+    state dict does not contain are assumed to have torchscale's defaults: gelu, pre-norm, unscaled embeddings, and a
+    `scale_base` of 512 for xPos.
 
-    The outputs match torchscale's if the length is a multiple of each segment length and the rates divide the segment
-    lengths. Otherwise torchscale pads incomplete segments with zero keys, to which non-causal queries attend, and if a
-    rate does not divide a segment length, it misplaces the rows of all segments but the first. An encoder without
-    `embed_tokens` takes embeddings as inputs, like torchscale's `token_embeddings`.
+    Outputs and gradients match torchscale's for sequences of any length, with one exception: if a rate does not divide
+    the length of a segment and a sequence has several such segments, torchscale misplaces the rows of all segments but
+    the first. A call with such a sequence raises an error, unless `accept_misplaced` is set. An encoder without
+    `embed_tokens` takes embeddings as inputs, like torchscale's `token_embeddings`. For the slide encoder of
+    Prov-GigaPath, see `SlideEncoder.from_gigapath`.
 
     Args:
-        state_dict: Arrays by name (anything that `numpy.asarray` accepts): ``layers.0.self_attn.q_proj.weight`` and so
-            on, all with the same prefix, such as ``decoder.``.
+        state_dict: Arrays by name (anything that `numpy.asarray` accepts, and tensors of PyTorch):
+            ``layers.0.self_attn.q_proj.weight`` and so on, all with the same prefix, such as ``decoder.``.
         segment_lengths: Torchscale's `segment_length`.
         dilation_rates: Torchscale's `dilated_ratio`.
         num_heads: Number of heads.
         kind: ``"decoder"`` or ``"encoder"``; required if the prefix contains neither word.
         ring: The devices that share the sequence, or None.
+        accept_misplaced: Whether to follow the rule of the LongNet paper where torchscale misplaces rows.
         **changes: Further fields of `LongNetConfig`: `dtype`, `remat`, `scan_layers`, `norm_epsilon` (1e-5 by default).
 
     Returns:
         The model.
 
     Raises:
-        ValueError: If `state_dict` has unknown, missing or inconsistent arrays (the error lists their names), `kind` is
-            required or unknown, `num_heads` contradicts the state dict, or `changes` contain a field that the state
-            dict determines.
+        ValueError: If `state_dict` has unknown, missing or inconsistent arrays (the error lists their names) or values
+            that are not finite, `kind` is required or unknown, `num_heads` contradicts the state dict, or `changes`
+            contain a field that the state dict determines.
 
     Example:
         >>> import numpy as np
@@ -84,48 +92,44 @@ def from_torchscale(
         >>> encoder(np.ones((1, 16, 8), np.float32)).shape, encoder.config.pattern.offsets
         ((1, 16, 8), 'block')
     """
-    check_instance("state_dict", state_dict, Mapping)
-    for name in state_dict:
-        check_instance("state_dict", name, str)
+    check_names(state_dict)
     check_optional(check_instance, "ring", ring, Ring)
     num_heads = check_int("num_heads", num_heads)
+    check_bool("accept_misplaced", accept_misplaced)
     prefix, kind = _prefix_and_kind(state_dict, kind)
-    weights = {name.removeprefix(prefix): np.asarray(x) for name, x in state_dict.items() if name.startswith(prefix)}
-    num_layers = len({found[1] for name in weights if (found := re.match(r"layers\.(\d+)\.", name))})
-    has_sub_norm, has_xpos = f"layers.0.{SUB_NORM}.weight" in weights, f"layers.0.{XPOS}" in weights
-    has_tokens = kind == "decoder" or "embed_tokens.weight" in weights
-    expected = _expected(num_layers, kind, has_sub_norm, has_xpos, has_tokens)
-    unknown = sorted(set(state_dict) - {prefix + name for name in expected})
-    missing = sorted({prefix + name for name in expected} - set(state_dict))
-    if unknown or missing:
-        raise ValueError(
-            f"`state_dict` must have the names of a LongNet {kind}, got unknown {unknown}, missing {missing}."
-        )
-    hidden, features = weights["layers.0.ffn.fc1.weight"].shape
-    is_tied = kind == "encoder" or np.array_equal(weights["embed_tokens.weight"], weights["output_projection.weight"])
+    weights, has_tokens = _read(state_dict, prefix, kind)
+    pairs = weights[f"layers.0.{XPOS}"].size if f"layers.0.{XPOS}" in weights else 0
+    hidden, features = weights[FIRST].shape
     fields = {
-        "num_layers": num_layers,
+        "num_layers": count_layers(weights),
         "features": features,
         "num_heads": num_heads,
-        "vocab_size": weights["embed_tokens.weight"].shape[0] if has_tokens else None,
-        "pattern": DilationPattern(segment_lengths, dilation_rates, offsets="block", mixing="detached"),
+        "vocab_size": weights[TOKENS].shape[0] if has_tokens else None,
+        "pattern": torchscale_pattern(DilationPattern(segment_lengths, dilation_rates)),
         "hidden_features": hidden,
-        "positions": "xpos" if has_xpos else None,
-        "sub_norm": has_sub_norm,
+        "positions": "xpos" if pairs else None,
+        "sub_norm": f"layers.0.{SUB_NORM}.weight" in weights,
+        "final_norm": f"{FINAL_NORM}.weight" in weights,
         "use_bias": True,
-        "tie_embeddings": is_tied,
+        "tie_embeddings": kind == "encoder" or np.array_equal(weights[TOKENS], weights[OUTPUT]),
         "norm_epsilon": 1e-5,
     }
     if taken := sorted(set(changes) & (set(fields) - {"norm_epsilon"})):
         given = ", ".join(f"`{name}` {shown(changes[name])}" for name in taken)
         raise ValueError(f"fields determined by `state_dict` must not be given, got {given}.")
     config = LongNetConfig(**{**fields, **changes})
-    pairs = weights[f"layers.0.{XPOS}"].size if has_xpos else 0
-    if has_xpos and 2 * pairs * num_heads != features:
+    if pairs and 2 * pairs * num_heads != features:
         raise ValueError(f"`num_heads` must be {features} features / (2 * {pairs} of {XPOS}), got {num_heads}.")
+    parameters = stack_parameters(weights, config)
+    if has_tokens:
+        parameters["embed"] = {"embedding": weights[TOKENS]}
+    if not config.tie_embeddings:
+        parameters["head"] = {"kernel": weights[OUTPUT].T}
     model_class = LongNetDecoder if kind == "decoder" else LongNetEncoder
-    empty = nnx.eval_shape(lambda: model_class(config, ring=ring, rngs=nnx.Rngs(0)))
-    return _load_params(empty, _parameters(weights, config, has_tokens))
+    empty: Model = nnx.eval_shape(lambda: model_class(config, ring=ring, rngs=nnx.Rngs(0)))
+    model = load_params(empty, parameters, empty.blocks.attention.core.mesh)
+    model.accept_misplaced = accept_misplaced
+    return model
 
 
 def _prefix_and_kind(state_dict: Mapping[str, ArrayLike], kind: Kind | None) -> tuple[str, Kind]:
@@ -144,68 +148,43 @@ def _prefix_and_kind(state_dict: Mapping[str, ArrayLike], kind: Kind | None) -> 
     return prefixes[0], kind
 
 
-def _expected(num_layers: int, kind: Kind, has_sub_norm: bool, has_xpos: bool, has_tokens: bool) -> set[str]:
-    """Returns the expected names of a state dict without their prefix."""
-    inner = [*LINEARS.values(), *HEADS.values(), *NORMS.values(), OUT]
-    inner += [SUB_NORM, HIDDEN_NORM] if has_sub_norm else []
-    names = {f"{name}.{leaf}" for name in inner for leaf in ("weight", "bias")} | ({XPOS} if has_xpos else set())
-    expected = {f"layers.{i}.{name}" for i in range(num_layers) for name in names}
-    expected |= {"layer_norm.weight", "layer_norm.bias"}
-    expected |= {"embed_tokens.weight"} if has_tokens else set()
-    return expected | ({"output_projection.weight"} if kind == "decoder" else set())
-
-
-def _parameters(weights: Weights, config: LongNetConfig, has_tokens: bool) -> dict[str, Any]:
-    """Returns the parameters of the ringjax model, nested by name."""
-    parameters: dict[str, Any] = {"norm": _norm(weights, "layer_norm")}
-    if has_tokens:
-        parameters["embed"] = {"embedding": weights["embed_tokens.weight"]}
-    if not config.tie_embeddings:
-        parameters["head"] = {"kernel": weights["output_projection.weight"].T}
-    blocks = [_block(weights, f"layers.{i}.", config) for i in range(config.num_layers)]
-    parameters["blocks"] = jax.tree.map(lambda *each: np.stack(each), *blocks)
-    return parameters
-
-
-def _block(weights: Weights, prefix: str, config: LongNetConfig) -> dict[str, Any]:
-    dim = config.features // config.num_heads
-    halves = np.arange(dim).reshape(-1, 2).T.ravel() if config.positions else np.arange(dim)  # 0 2 4 … 1 3 5 …
-    attention: dict[str, Any] = {}
-    for ours, theirs in HEADS.items():
-        kernel, bias = weights[f"{prefix}{theirs}.weight"].T, weights[f"{prefix}{theirs}.bias"]
-        order = np.arange(dim) if ours == "value" else halves
-        attention[ours] = {
-            "kernel": kernel.reshape(config.features, config.num_heads, dim)[..., order],
-            "bias": bias.reshape(config.num_heads, dim)[:, order],
-        }
-    out = weights[f"{prefix}{OUT}.weight"].T.reshape(config.num_heads, dim, config.features)
-    attention["out"] = {"kernel": out, "bias": weights[f"{prefix}{OUT}.bias"]}
-    block: dict[str, Any] = {"attention": attention}
-    for ours, theirs in LINEARS.items():
-        block[ours] = {"kernel": weights[f"{prefix}{theirs}.weight"].T, "bias": weights[f"{prefix}{theirs}.bias"]}
-    for ours, theirs in NORMS.items():
-        block[ours] = _norm(weights, prefix + theirs)
-    if config.sub_norm:
-        attention["sub_norm"] = _norm(weights, prefix + SUB_NORM)
-        block["hidden_norm"] = _norm(weights, prefix + HIDDEN_NORM)
-    return block
-
-
-def _norm(weights: Weights, name: str) -> dict[str, np.ndarray]:
-    return {"scale": weights[f"{name}.weight"], "bias": weights[f"{name}.bias"]}
-
-
-def _load_params(empty: Model, parameters: dict[str, Any]) -> Model:
-    """Returns an abstract model with these parameters, nested by name, in the sharding of the model."""
-    graph, state = nnx.split(empty)
-    shapes, specs = nnx.to_pure_dict(state), nnx.to_pure_dict(nnx.get_partition_spec(state))
-    given, wanted = (jax.tree.map(np.shape, tree) for tree in (parameters, shapes))
-    if given != wanted:
+def _read(state_dict: Mapping[str, ArrayLike], prefix: str, kind: Kind) -> tuple[Weights, bool]:
+    """Returns the arrays by name without prefix, checked, and whether tokens are embedded."""
+    names = {name.removeprefix(prefix) for name in state_dict if name.startswith(prefix)}
+    has_tokens = kind == "decoder" or TOKENS in names
+    expected = _shapes(names, kind, has_tokens, features=1, hidden=1, vocabulary=1, pairs=1)
+    unknown = sorted(set(state_dict) - {prefix + name for name in expected})
+    missing = sorted({prefix + name for name in expected} - set(state_dict))
+    if unknown or missing:
+        hint = ""
+        if any(name.endswith("patch_embed.proj.weight") for name in state_dict):
+            hint = f" (see `SlideEncoder.from_gigapath`, or pass only the names that start with {prefix!r})"
         raise ValueError(
-            f"`state_dict` must have arrays of consistent shapes: the model expects {wanted}, got {given}."
+            f"`state_dict` must have the names of a LongNet {kind}{hint}, got unknown {unknown}, missing {missing}."
         )
-    mesh = empty.blocks.attention.core.mesh
-    sharding = jax.tree.map(lambda _, spec: None if mesh is None else NamedSharding(mesh, spec), parameters, specs)
-    typed = jax.tree.map(lambda x, like: jnp.asarray(x, like.dtype), parameters, shapes)
-    nnx.replace_by_pure_dict(state, jax.tree.map(jax.device_put, typed, sharding))
-    return nnx.merge(graph, state)
+    weights = read_arrays(state_dict, names, prefix)
+    for name in (FIRST, *([TOKENS] if has_tokens else [])):
+        if weights[name].ndim != 2:
+            raise ValueError(f"`state_dict` must have a matrix {prefix + name!r}, got shape {weights[name].shape}.")
+    hidden, features = weights[FIRST].shape
+    vocabulary = weights[TOKENS].shape[0] if has_tokens else 0
+    pairs = weights[f"layers.0.{XPOS}"].size if f"layers.0.{XPOS}" in weights else 0
+    sizes = {"features": features, "hidden": hidden, "vocabulary": vocabulary, "pairs": pairs}
+    check_shapes(weights, _shapes(names, kind, has_tokens, **sizes), prefix)
+    return weights, has_tokens
+
+
+def _shapes(
+    names: set[str], kind: Kind, has_tokens: bool, *, features: int, hidden: int, vocabulary: int, pairs: int
+) -> Shapes:
+    """Returns the expected arrays of a state dict with these names, without prefix. An encoder may lack the norm."""
+    shapes = stack_shapes(
+        count_layers(names),
+        features,
+        hidden,
+        has_sub_norm=f"layers.0.{SUB_NORM}.weight" in names,
+        has_final_norm=kind == "decoder" or any(name.startswith(f"{FINAL_NORM}.") for name in names),
+        xpos_pairs=pairs if f"layers.0.{XPOS}" in names else 0,
+    )
+    shapes |= {TOKENS: (vocabulary, features)} if has_tokens else {}
+    return shapes | ({OUTPUT: (vocabulary, features)} if kind == "decoder" else {})

@@ -11,6 +11,7 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
+from ringjax._src.api import dilated_attention
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode import DecodeCache
@@ -180,6 +181,26 @@ class DilatedSelfAttention(nnx.Module):
             dropout_rng=dropout_rng,
         )
         return layer._projected(attended)
+
+    def scores(
+        self, x: Float[Array, "B T in_features"], segment_ids: Int[Array, "B T"] | None, seq_len: int | None
+    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T N"]]:
+        """Returns what determines the attention weights: queries, keys and the log-sum-exp of the scores."""
+        query, key = self.core.encode_positions(self.query(x), self.key(x), None, (*x.shape[:2], 1, 1))
+        _, lse = dilated_attention(
+            query,
+            key,
+            self.value(x),
+            self.core.pattern,
+            is_causal=self.core.is_causal,
+            segment_ids=segment_ids,
+            seq_len=seq_len,
+            sink_logits=self._sinks(),
+            ring=self.core.ring,
+            implementation=self.core.implementation,
+            return_lse=True,
+        )
+        return query, key, lse
 
     def prefill(
         self, x: Float[Array, "B T in_features"], cache: DecodeCache, lengths: Int[ArrayLike, " B"] | None = None

@@ -106,7 +106,7 @@ class SelfAttention:
             segment_ids = segment_ids.reshape(-1, shape[-3])
         if self.ring is not None and positions is not None:
             report_misplaced_positions(self.ring, positions.reshape(-1, shape[-3]), segment_ids)
-        query, key = self._encode_positions(query, key, positions, shape)
+        query, key = self.encode_positions(query, key, positions, shape)
         out = dilated_attention(
             query,
             key,
@@ -134,7 +134,7 @@ class SelfAttention:
     ) -> tuple[Array, DecodeCache]:
         """Computes the attention of a prompt (B, T, heads, H) and returns it with the filled cache."""
         self.check_prompt(query.shape[1], cache.max_len, lengths)
-        query, key = self._encode_positions(query, key, None, query.shape, cache.max_len)
+        query, key = self.encode_positions(query, key, None, query.shape, cache.max_len)
         out = dilated_attention(
             query,
             key,
@@ -162,7 +162,7 @@ class SelfAttention:
             positions = cache.lengths[:, None] + nth
             if counts is not None:  # padding has no position
                 positions = jnp.where(nth < clipped_counts("counts", counts, *query.shape[:2])[:, None], positions, 0)
-            query, key = self._encode_positions(query, key, positions, query.shape, cache.max_len)
+            query, key = self.encode_positions(query, key, positions, query.shape, cache.max_len)
         return decode_step(cache, query, key, value, counts=counts, sink_logits=sink_logits, ring=self.ring)
 
     def check_prompt(self, length: int, max_len: int, lengths: ArrayLike | None) -> None:
@@ -208,7 +208,7 @@ class SelfAttention:
                 f"`x` must have the axes ({batch}, length, {self.in_features} features), got shape {x.shape}."
             )
 
-    def _encode_positions(
+    def encode_positions(
         self, query: Array, key: Array, positions: Array | None, shape: tuple[int, ...], max_len: int | None = None
     ) -> tuple[Array, Array]:
         """Applies the positional encoding to queries and keys; `max_len` is the number of positions for xPos."""
