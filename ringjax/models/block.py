@@ -49,7 +49,7 @@ class ResidualDropout(NamedTuple):
         x = drop_elements(x, element_key, self.rate)
         kept = 1 - self.path_rate
         is_kept = jax.random.bernoulli(path_key, kept, (x.shape[0], 1, 1))
-        return x * (is_kept / kept).astype(x.dtype)
+        return x * (is_kept.astype(kept.dtype) / kept).astype(x.dtype)
 
 
 class Block(nnx.Module):
