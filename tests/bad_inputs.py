@@ -96,12 +96,14 @@ LISTS = [{4, 8}, frozenset((4, 8)), {4: 1, 8: 2}, "48", b"48", 4, None, (), (4.0
 LISTS += [(4, True), (4, 2**60), np.ones((2, 2)), [[4, 8]], (4, NAN)]
 bad("DilationPattern", pattern, segment_lengths=LISTS, dilation_rates=LISTS)
 bad("DilationPattern", pattern, segment_lengths=[(4,), (4, 8, 16)], offsets=CHOICES, heads=CHOICES, mixing=CHOICES)
+bad("DilationPattern", pattern, padding=CHOICES)
 bad("DilationPattern", lambda **k: pattern(heads="split", **k), offsets=["block", "none"], mixing=["detached"])
+bad("DilationPattern", lambda **k: pattern(heads="split", **k), padding=["zeros"])
 bad("geometric", lambda first=4, last=16, ratio=2: rj.DilationPattern.geometric(first, last, ratio), first=COUNTS)
 bad("geometric", lambda **k: rj.DilationPattern.geometric(**{"first": 4, "last": 16, "ratio": 2} | k), last=COUNTS)
 bad("geometric", lambda **k: rj.DilationPattern.geometric(**{"first": 4, "last": 16, "ratio": 2} | k), ratio=COUNTS)
 bad("geometric", lambda last: rj.DilationPattern.geometric(4, last, 2), last=[10, 2**200])
-bad("longnet", rj.DilationPattern.longnet, offsets=CHOICES, heads=CHOICES, mixing=CHOICES)
+bad("longnet", rj.DilationPattern.longnet, offsets=CHOICES, heads=CHOICES, mixing=CHOICES, padding=CHOICES)
 bad("for_length", rj.DilationPattern.for_length, max_len=[*COUNTS, 2**200, 10**5000])
 bad("for_length", lambda **k: rj.DilationPattern.for_length(4096, **k), first=COUNTS, branches=[*COUNTS, 1, 10**6])
 bad("branches", lambda **k: PATTERN.branches(**{"num_kv_heads": 2} | k), num_kv_heads=COUNTS, seq_len=COUNTS)
@@ -133,12 +135,15 @@ def other_mesh():
 
 
 SCALES = [NAN, INF, -INF, "big", 1e39, 10**400, True, 1j, [1.0], lambda: on_device(np.float32(0.5))]
+SINKS = [[1.0], "x", 3.0, Q[0, 0], Q[0, 0, 0, :3], np.zeros(4, int), np.zeros(4, complex), np.float32(0)]
+DETACHED = rj.DilationPattern((4, 8), (1, 2), mixing="detached")
 MASKS = {"is_causal": BOOLS, "segment_ids": IDS, "seq_len": [*COUNTS, 9]}
 for name, call in {"dilated_attention": attend, "reference_attention": reference, "count_tiles": tiles}.items():
     bad(name, call, query=ARRAYS, key=ARRAYS, value=ARRAYS, pattern=[None, (4, 8), "longnet"], **MASKS)
 for name, call in {"dilated_attention": attend, "reference_attention": reference}.items():
     bad(name, call, scale=SCALES, dropout_rate=RATES, dropout_rng=KEYS)
     bad(name, call, {"dropout_rate": "dropout_rng"}, dropout_rate=[0.5])
+    bad(name, call, sink_logits=[*SINKS, Also(Q[0, 0, 0], {"pattern": DETACHED})], return_lse=BOOLS)
 bad("dilated_attention", attend, key=[Q[:1], Q[:, :4], Q[..., :2], Q[:, :, :3], Q.astype(np.float16)])
 bad("dilated_attention", attend, value=[Q[:, :, :2], Q.astype(np.float16)], ring=RINGS, block_sizes=BLOCK_SIZES)
 bad("dilated_attention", attend, implementation=CHOICES)
@@ -188,6 +193,7 @@ bad(
 )
 bad("ring_dilated_attention", in_ring, scale=SCALES[:2], dropout_rate=RATES[:2], dropout_rng=KEYS[:2])
 bad("ring_dilated_attention", in_ring, block_sizes=BLOCK_SIZES[:1], implementation=CHOICES[:2])
+bad("ring_dilated_attention", in_ring, sink_logits=SINKS[:5], return_lse=BOOLS[:2])
 
 
 # rings, layouts and plans
@@ -226,7 +232,7 @@ def plan(pattern=PATTERN, **keywords):
 bad("plan", plan, pattern=[None, (4, 8)], seq_len=COUNTS, num_heads=[*COUNTS, HUGE], head_dim=COUNTS, batch=COUNTS)
 bad("plan", plan, ring_size=[*COUNTS, HUGE], stored_length=[*COUNTS, 8, 65], num_kv_heads=[*COUNTS, 3], layout=CHOICES)
 bad("plan", plan, is_causal=BOOLS, dtype=[*DTYPES, None], strategy=CHOICES, memory_budget=[*COUNTS[:6], 10])
-bad("plan", plan, has_segment_ids=BOOLS, head_shards=[*COUNTS, 3])
+bad("plan", plan, has_segment_ids=BOOLS, has_sinks=BOOLS, head_shards=[*COUNTS, 3])
 bad("Plan.memory", lambda platform: plan().memory(platform), platform=["gpu", 1, None])
 bad("compute_dtype", rj.compute_dtype, device=["cpu", 0, mesh])
 
@@ -262,7 +268,7 @@ def step(query=Q, key=Q, value=Q, **keywords):
 KV = [[1.0], None, "x", Q[0], Q[:, :, :2], Q[..., :2], Q[:1], Q[:0], Q.astype(np.float16), Q.astype(int), struct]
 bad("prefill", prefill, cache=[None, {}, "x", Q], key=KV, value=KV, lengths=LENGTHS, ring=RINGS)
 bad("decode_step", step, cache=[None, {}, "x", Q], query=ARRAYS, key=KV, value=KV, counts=LENGTHS, ring=RINGS)
-bad("decode_step", step, scale=SCALES)
+bad("decode_step", step, scale=SCALES, sink_logits=SINKS)
 
 
 def generate(**keywords):

@@ -9,6 +9,7 @@ from bad_inputs import (
     BOOLS,
     CHOICES,
     COUNTS,
+    DETACHED,
     DTYPES,
     FLOATS,
     HEATS,
@@ -67,7 +68,8 @@ def linen(num_heads=4, pattern=PATTERN, x=X, call=None, **keywords):
 for name, call in {"nnx": layer, "linen": linen}.items():  # an error in linen takes 20 ms: it has fewer rows
     bad(name, call, num_heads=[*COUNTS, 3, HUGE], pattern=[None, (4, 8)], num_kv_heads=[*COUNTS, 3], ring=RINGS)
     bad(name, call, head_dim=[*COUNTS, HUGE, Also(7, {"positions": "rotary"})], out_features=[*COUNTS, HUGE])
-    bad(name, call, positions=CHOICES, is_causal=BOOLS, sub_norm=BOOLS)
+    bad(name, call, positions=CHOICES, is_causal=BOOLS, sub_norm=BOOLS, sinks=BOOLS)
+    bad(name, call, sinks=[Also(True, {"pattern": DETACHED})])
     bad(name, call, {"positions": "is_causal"}, positions=["xpos"])
     bad(name, call, norm_epsilon=[-1, 0, *FLOATS], dropout_rate=RATES, deterministic=BOOLS, use_bias=BOOLS)
     bad(name, call, dtype=DTYPES, param_dtype=[*DTYPES, None], implementation=CHOICES, kernel_init=[None, "x"])
@@ -150,6 +152,7 @@ def config(**keywords):
 for size in ("num_layers", "features", "num_heads", "vocab_size", "num_kv_heads", "head_dim", "hidden_features"):
     bad("LongNetConfig", config, **{size: [*COUNTS, HUGE]})
 bad("LongNetConfig", config, input_features=[*COUNTS, HUGE], num_heads=[3], num_kv_heads=[3], positions=CHOICES)
+bad("LongNetConfig", config, sinks=[*BOOLS, Also(True, {"pattern": DETACHED})])
 bad("LongNetConfig", config, head_dim=[3, 7], sub_norm=BOOLS, use_bias=BOOLS, tie_embeddings=BOOLS, remat=BOOLS)
 bad("LongNetConfig", config, scan_layers=BOOLS, norm_epsilon=[-1, 0, *FLOATS], attention_dropout_rate=RATES)
 bad("LongNetConfig", config, dtype=DTYPES, param_dtype=[*DTYPES, None], pattern=[None, (4, 8)])

@@ -14,7 +14,7 @@ from ringjax._src import debug, dropout, sharded, vjp
 from ringjax._src.branches.protocol import Shard
 from ringjax._src.comm.layout import layout_for, layout_named
 from ringjax._src.comm.mesh import Ring, RingInfo, abstract_device, axes, check_ring_options, inner_size
-from ringjax._src.comm.order_checks import report_split_documents
+from ringjax._src.comm.order_checks import report_early_padding, report_split_documents
 from ringjax._src.comm.ring_comm import AxisName, StrategyName
 from ringjax._src.device_shard import device_shard, grouped
 from ringjax._src.kernels.dispatch import Implementation, check_implementation
@@ -148,8 +148,11 @@ def dilated_attention(
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
     seeds = _seeds(dropout_rate, dropout_rng, query)
     debug.report_nan(query=query, key=key, value=value)
-    if ring is not None and ids is not None:
-        report_split_documents(ring, ids)
+    if ids is not None:
+        if ring is not None:
+            report_split_documents(ring, ids)
+        if pattern.padding == "zeros" and not is_causal:
+            report_early_padding(ring, ids)
     shard = Shard(query, key, value, ids, seeds, _sinks(sink_logits, query))
     call = sharded.from_types(spec, shard) if ring is None else sharded.on_ring(spec, ring, shard)
     out = _on_one_device(spec, shard) if call is None else sharded.attention(call, *call.placed(shard).arrays)

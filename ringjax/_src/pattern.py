@@ -80,7 +80,8 @@ class DilationPattern:
         padding: With ``"masked"``, a segment that is shorter than its branch's segment length, or not a multiple of the
             rate, is exact: queries attend to its own keys only. With ``"zeros"``, it is filled up with keys and values
             of zeros, to which queries attend, as in torchscale: such a key has score 0 and adds to the softmax
-            denominator only. Causal attention does not attend to them, so both are the same there.
+            denominator only. Causal attention does not attend to them, so both are the same there. If sequences of a
+            batch have different lengths, padding (negative segment ids) must follow their last position.
 
     Raises:
         ValueError: If `segment_lengths` and `dilation_rates` are empty, differ in length or contain anything but

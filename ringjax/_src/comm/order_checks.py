@@ -20,6 +20,17 @@ def report_split_documents(ring: Ring, ids: Array) -> None:
     debug.report("segment_ids", fault, is_split, always=ring.debug)
 
 
+def report_early_padding(ring: Ring | None, ids: Array) -> None:
+    """Reports sequences in which padding precedes other rows: their zero keys (``padding="zeros"``) are undefined."""
+
+    def is_early() -> Array:
+        is_real = (ids if ring is None else ring.unshard(ids)) >= 0
+        return (is_real[:, 1:] & ~is_real[:, :-1]).any(axis=1)
+
+    fault = 'not padded at the end only, as `padding="zeros"` requires'
+    debug.report("segment_ids", fault, is_early, always=ring is not None and ring.debug)
+
+
 def report_misplaced_positions(ring: Ring, positions: Array, ids: Array | None) -> None:
     """Reports positions (B, T) or (1, T) that do not increase by 1 from row to row of a document in sequence order."""
 
