@@ -6,7 +6,7 @@ VENV := .venv-$(VERSION)
 BIN := $(VENV)/bin
 WORKERS ?= auto
 
-.PHONY: demo ring recall slide train test test-slow soak lint types doctest sanitize bench bench-full million aot-tpu aot-cuda docs package clean
+.PHONY: demo ring recall slide train test test-slow soak lint types doctest sanitize bench bench-full bench-slide million aot-tpu aot-cuda docs package clean
 
 demo: $(VENV)/ready
 	$(BIN)/python examples/first_steps.py
@@ -62,6 +62,10 @@ bench: $(VENV)/ready .venv-torch/ready .peer/ready
 
 bench-full: $(VENV)/ready .venv-torch/ready .peer/ready
 	$(BENCH_COMMAND) --full $(BENCH)
+
+# the slide encoder against PyTorch, interleaved; SLIDE="--tiles 2000 --repeats 3" changes the case
+bench-slide: $(VENV)/ready .venv-torch/ready
+	$(BIN)/python benchmarks/slide.py --torch-python .venv-torch/bin/python $(SLIDE)
 
 # one million tokens, forward and backward
 million: $(VENV)/ready

@@ -32,6 +32,7 @@ from bad_inputs import (
     blocks,
     made,
 )
+from cases import ring_mesh
 from flax import nnx
 
 import ringjax as rj
@@ -154,9 +155,10 @@ for size in ("num_layers", "features", "num_heads", "vocab_size", "num_kv_heads"
 bad("LongNetConfig", config, input_features=[*COUNTS, HUGE], num_heads=[3], num_kv_heads=[3], positions=CHOICES)
 bad("LongNetConfig", config, sinks=[*BOOLS, Also(True, {"pattern": DETACHED})])
 bad("LongNetConfig", config, head_dim=[3, 7], sub_norm=BOOLS, use_bias=BOOLS, tie_embeddings=BOOLS, remat=BOOLS)
+bad("LongNetConfig", config, final_norm=BOOLS, dropout_rate=RATES, drop_path_rate=RATES, rows_at_once=COUNTS)
 bad("LongNetConfig", config, scan_layers=BOOLS, norm_epsilon=[-1, 0, *FLOATS], attention_dropout_rate=RATES)
 bad("LongNetConfig", config, dtype=DTYPES, param_dtype=[*DTYPES, None], pattern=[None, (4, 8)])
-for preset in ("tiny", "small", "base", "large"):
+for preset in ("tiny", "small", "base", "large", "gigapath"):
     bad(preset, getattr(LongNetConfig, preset), num_layers=[0], dtype=["int32"], norm_epsilon=[NAN])
 
 
@@ -173,6 +175,8 @@ sizes = config
 
 for name, make in {"LongNetDecoder": decoder, "LongNetEncoder": encoder}.items():
     bad(name, make, config=["tiny", {}, 3], ring=RINGS, rngs=[None, 0, "x"])
+bad("LongNetEncoder", encoder, {"config": "rows_at_once"},
+    config=[Also(lambda: sizes(rows_at_once=4), {"ring": lambda: rj.Ring(ring_mesh(2))})])  # fmt: skip
 bad("LongNetDecoder", decoder, {"config": "vocab_size"}, config=[lambda: sizes(vocab_size=None)])
 bad("LongNetEncoder", encoder, {"config": "vocab_size"}, config=[lambda: sizes(input_features=4)])
 GOOD = np.zeros((2, 8), int)
@@ -239,4 +243,5 @@ def torchscale(**keywords):
 
 bad("from_torchscale", torchscale, state_dict=[None, {}, [1], "x", {"a": 1}, {1: 2}], kind=["other", 1])
 bad("from_torchscale", torchscale, segment_lengths=LISTS[:6], dilation_rates=LISTS[:6], num_heads=[*COUNTS, 3])
+bad("from_torchscale", torchscale, accept_misplaced=BOOLS)
 bad("from_torchscale", torchscale, ring=RINGS, dtype=["int32"], norm_epsilon=[0, NAN], features=[8])

@@ -1,5 +1,6 @@
 """Tests of the benchmark harness: cases, workers and report."""
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -8,13 +9,17 @@ import subprocess
 import sys
 
 import cases
+import jax
+import numpy as np
 import pytest
+import torchscale_reference
 
 ROOT = pathlib.Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
 import harness  # noqa: E402
 import report  # noqa: E402
+import slide  # noqa: E402
 import summary  # noqa: E402
 import workers  # noqa: E402
 import workloads  # noqa: E402
@@ -106,6 +111,24 @@ def test_baseline_out_of_memory_is_recorded_and_later_measurements_succeed(bench
     assert math.isnan(results["big"].median)
     after = bench.measure(workloads.LENGTH_SWEEP, False, {"one": harness.Candidate("one device"), "big": big})
     assert not any(result.failure for result in after.values())
+
+
+@pytest.mark.slow
+def test_slide_worker_measures_the_slide_encoder(tmp_path):
+    worker = workers.Worker("slide_jax_worker.py")
+    try:
+        worker.request("load", slide=dataclasses.asdict(slide.TINY), dtype="float32")
+        measured = worker.request("memory", path=str(tmp_path / "embedding.npy"))
+        assert measured["bytes"] > 0 and worker.request("run")["seconds"] > 0
+        assert worker.request("temporaries")["bytes"] > 0
+    finally:
+        worker.close()
+    tiles, coordinates = slide.TINY.inputs()
+    branches = (slide.TINY.segment_lengths, slide.TINY.dilation_rates)
+    with jax.enable_x64(True):
+        weights = {name: x.astype(np.float64) for name, x in slide.TINY.weights().items()}
+        expected = torchscale_reference.gigapath(weights, tiles.astype(np.float64), coordinates, options=branches)
+    assert cases.error(np.load(tmp_path / "embedding.npy"), expected) <= 2e-5
 
 
 def test_unknown_action_raises_and_the_worker_survives():

@@ -50,7 +50,7 @@ class ResidualDropout(NamedTuple):
         x = drop_elements(x, element_key, self.rate)
         kept = 1 - self.path_rate
         is_kept = jax.random.bernoulli(path_key, kept, (x.shape[0], 1, 1))
-        return x * (is_kept / kept).astype(x.dtype)
+        return x * (is_kept.astype(kept.dtype) / kept).astype(x.dtype)
 
 
 class Block(nnx.Module):
@@ -92,12 +92,19 @@ class Block(nnx.Module):
 
     def __call__(self, x: Array, dropout: ResidualDropout | None = None, **where: Any) -> Array:  # noqa: ANN401
         """Applies the block to the residual stream (B, T, F); `where` is passed to the attention."""
-        attended = self.attention(self.attention_norm(x), **where)
-        return self._feed_forward(x + (attended if dropout is None else dropout(attended, 0)), dropout)
+        attention = self.attention
+        attention.core.check_call(x, *(where.get(name) for name in ("positions", "segment_ids", "seq_len")))
+        qkv = map_rows(lambda x: attention._project(self.attention_norm(x)), x, self.rows_at_once)
+        attended = attention._attend(*qkv, **where)
+        if dropout is None:
+            x = add_rows(x, attention._projected, attended, self.rows_at_once)
+        else:
+            x = x + dropout(map_rows(attention._projected, attended, self.rows_at_once), 0)
+        return self._feed_forward(x, dropout)
 
     def attention_inputs(self, x: Array, **where: Any) -> tuple[Array, Array, Array]:  # noqa: ANN401
         """Returns the queries, the keys and the log-sum-exp of the scores of the block's attention."""
-        return self.attention.scores(self.attention_norm(x), **where)
+        return self.attention._scores(self.attention_norm(x), **where)
 
     def prefill(self, x: Array, cache: DecodeCache, lengths: ArrayLike | None) -> tuple[Array, DecodeCache]:
         """Applies the block to a prompt and fills the cache of its attention."""
@@ -118,8 +125,9 @@ class Block(nnx.Module):
                 hidden = self.hidden_norm(hidden)
             return self.contract(hidden, out_sharding=out_sharding)
 
-        out = map_rows(apply, x, self.rows_at_once)
-        return x + (out if dropout is None else dropout(out, 1))
+        if dropout is None:
+            return add_rows(x, apply, None, self.rows_at_once)
+        return x + dropout(map_rows(apply, x, self.rows_at_once), 1)
 
 
 class BlockStack(nnx.Module):
@@ -269,18 +277,36 @@ def misplaced_branches(pattern: DilationPattern, length: int) -> tuple[str, ...]
     return tuple(f"{w}/{r}" for w, r in branches if w < length and w % r)
 
 
-def map_rows(function: Callable[[Array], Array], x: Array, most_rows: int | None) -> Array:
-    """Applies a function of rows to (B, T, F), to equal parts of at most `most_rows` rows at a time.
-
-    If the length has no suitable divisor, all rows are one part.
-    """
+def map_rows(function: Callable[[Array], Tree], x: Array, most_rows: int | None) -> Tree:
+    """Applies a function of rows to (B, T, …), to equal parts of at most `most_rows` rows at a time."""
     batch, length = x.shape[:2]
-    least = 1 if most_rows is None else -(-length // most_rows)
-    parts = next((n for n in range(least, 2 * least) if length % n == 0), 1)  # parts of a half to all of `most_rows`
+    parts = num_parts(length, most_rows)
     if parts == 1:
         return function(x)
-    out = lax.map(function, x.reshape(batch, parts, length // parts, -1).swapaxes(0, 1))
-    return out.swapaxes(0, 1).reshape(batch, length, -1)
+    out = lax.map(function, x.reshape(batch, parts, length // parts, *x.shape[2:]).swapaxes(0, 1))
+    return jax.tree.map(lambda y: y.swapaxes(0, 1).reshape(batch, length, *y.shape[3:]), out)
+
+
+def add_rows(x: Array, function: Callable[[Array], Array], rows: Array | None, most_rows: int | None) -> Array:
+    """Returns x (B, T, F) plus a function of `rows` (B, T, …), by default of x, computed in parts and in place."""
+    length = x.shape[1]
+    parts = num_parts(length, most_rows)
+    if parts == 1:
+        return x + function(x if rows is None else rows)
+    size = length // parts
+
+    def step(i: Array, x: Array) -> Array:
+        old = lax.dynamic_slice_in_dim(x, i * size, size, axis=1)
+        new = old + function(old if rows is None else lax.dynamic_slice_in_dim(rows, i * size, size, axis=1))
+        return lax.dynamic_update_slice_in_dim(x, new, i * size, axis=1)
+
+    return lax.fori_loop(0, parts, step, x)
+
+
+def num_parts(length: int, most_rows: int | None) -> int:
+    """Returns the number of equal parts of at most `most_rows` rows; 1 if the length has no suitable divisor."""
+    least = 1 if most_rows is None else -(-length // most_rows)
+    return next((n for n in range(least, 2 * least) if length % n == 0), 1)
 
 
 def drop_elements(x: Array, key: Array, rate: float) -> Array:

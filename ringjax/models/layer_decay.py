@@ -30,7 +30,7 @@ def layer_decay(model: nnx.Module, decay: float) -> Any:  # noqa: ANN401
         decay: Factor per layer, above 0 and at most 1.
 
     Returns:
-        An `optax.GradientTransformation`, for updates with the paths of ``nnx.state(model, nnx.Param)`` or some of them.
+        An `optax.GradientTransformation`, for updates with the paths of ``nnx.state(model, nnx.Param)`` or some.
 
     Raises:
         ValueError: If `model` is not a module or contains no such model, or `decay` is out of range. The update raises

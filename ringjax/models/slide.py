@@ -189,7 +189,10 @@ class SlideEncoder(nnx.Module):
         )
         check_optional(check_key, "dropout_rng", dropout_rng)
         inputs = self._prepare(tiles, coordinates, lengths, tile_size)
-        pooled, outputs = _encode(*nnx.split(self), inputs, dropout_rng, options)
+        graph, state = nnx.split(self)
+        rows, counts = _embed(graph, state, inputs), inputs.lengths
+        del inputs  # the encoder needs the memory
+        pooled, outputs = _encode(graph, state, rows, counts, dropout_rng, options)
         return (pooled, outputs[:, 1 : tiles.shape[1] + 1]) if return_tiles else pooled
 
     def attention_inputs(
@@ -314,19 +317,26 @@ class _Options(NamedTuple):
     reports: bool  # whether debug reports are enabled, see `ringjax._src.debug`
 
 
+@jax.jit
+def _embed(graph: nnx.GraphDef[SlideEncoder], state: Any, inputs: SlideInputs) -> Array:  # noqa: ANN401
+    """Computes the inputs of the first block."""
+    return nnx.merge(graph, state).rows(inputs)[0]
+
+
 @functools.partial(jax.jit, static_argnames="options")
 def _encode(
     graph: nnx.GraphDef[SlideEncoder],
     state: Any,  # noqa: ANN401
-    inputs: SlideInputs,
+    x: Array,
+    lengths: Array,
     dropout_rng: Array | None,
     options: _Options,
 ) -> tuple[Array, Array | None]:
     """Computes the pooled outputs and, if `return_tiles`, the outputs of all rows in sequence order."""
     model = nnx.merge(graph, state)
     encoder = model.encoder
-    x, position = model.rows(inputs)
-    ids = segment_ids(position, inputs.lengths)
+    position = stored_positions(model.ring, x.shape[1])[None]
+    ids = segment_ids(position, lengths)
     is_pooled = (position == 0) & (ids == 0) if options.pool == "cls" else (position > 0) & (ids == 0)
     pooled = functools.partial(_mean, is_real=is_pooled)
     report = pooled if options.all_layers else lambda _: None

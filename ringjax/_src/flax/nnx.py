@@ -168,29 +168,49 @@ class DilatedSelfAttention(nnx.Module):
                 T, or `rngs` is missing while dropout is active.
         """
         self.core.check_call(x, positions, segment_ids, seq_len)
-        dropout_rng = self._dropout_rng(self.deterministic if deterministic is None else deterministic, rngs)
+        options: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "seq_len": seq_len}
         layer = on_mesh(self, self.core.ring, x)
-        attended = self.core(
-            layer.query(x),
-            layer.key(x),
-            layer.value(x),
+        return layer._projected(layer._attend(*layer._project(x), **options, deterministic=deterministic, rngs=rngs))
+
+    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+        """Returns queries, keys and values."""
+        return self.query(x), self.key(x), self.value(x)
+
+    def _attend(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        *,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        seq_len: int | None = None,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
+    ) -> Array:
+        """Computes attention (batch..., length, heads, dim); the options are those of a call."""
+        dropout_rng = self._dropout_rng(self.deterministic if deterministic is None else deterministic, rngs)
+        return self.core(
+            query,
+            key,
+            value,
             positions=positions,
             segment_ids=segment_ids,
             seq_len=seq_len,
-            sink_logits=layer._sinks(),
+            sink_logits=self._sinks(),
             dropout_rng=dropout_rng,
         )
-        return layer._projected(attended)
 
-    def scores(
+    def _scores(
         self, x: Float[Array, "B T in_features"], segment_ids: Int[Array, "B T"] | None, seq_len: int | None
     ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T N"]]:
         """Returns what determines the attention weights: queries, keys and the log-sum-exp of the scores."""
-        query, key = self.core.encode_positions(self.query(x), self.key(x), None, (*x.shape[:2], 1, 1))
+        query, key, value = self._project(x)
+        query, key = self.core.encode_positions(query, key, None, (*x.shape[:2], 1, 1))
         _, lse = dilated_attention(
             query,
             key,
-            self.value(x),
+            value,
             self.core.pattern,
             is_causal=self.core.is_causal,
             segment_ids=segment_ids,
@@ -219,8 +239,7 @@ class DilatedSelfAttention(nnx.Module):
         """
         self.core.check_decoding(x, cache, "lengths", lengths)
         layer = on_mesh(self, self.core.ring, x)
-        projected = layer.query(x), layer.key(x), layer.value(x)
-        attended, cache = self.core.prefill(*projected, cache, lengths, layer._sinks())
+        attended, cache = self.core.prefill(*layer._project(x), cache, lengths, layer._sinks())
         return layer._projected(attended), cache
 
     def extend(
@@ -239,8 +258,7 @@ class DilatedSelfAttention(nnx.Module):
         """
         self.core.check_decoding(x, cache, "counts", counts)
         layer = on_mesh(self, self.core.ring, x)
-        projected = layer.query(x), layer.key(x), layer.value(x)
-        attended, cache = self.core.extend(*projected, cache, counts, layer._sinks())
+        attended, cache = self.core.extend(*layer._project(x), cache, counts, layer._sinks())
         return layer._projected(attended, over_ring=False), cache
 
     def _sinks(self) -> Array | None:
