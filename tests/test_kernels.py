@@ -102,6 +102,14 @@ def test_given_block_sizes_equal_oracle(implementation):
     assert_equals_oracle(case, "float32", attention, implementations=(implementation,), compiler_options=QUICK)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_are_not_positive_equal_oracle(scale):
+    case = one_entry(
+        length=48, kv_heads=1, head_dim=16, segment_lengths=(48,), dilation_rates=(1,), is_causal=True, scale=scale
+    )
+    assert_equals_oracle(case, "float32", implementations=("interpret_gpu",), compiler_options=QUICK)
+
+
 class KernelRing(NamedTuple):
     """An attention call on a ring, and the target with which the default suite runs it, if any."""
 
