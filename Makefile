@@ -69,6 +69,7 @@ aot-tpu: .venv-aot-tpu-$(VERSION)/ready
 
 aot-cuda: .venv-aot-cuda-$(VERSION)/ready
 	.venv-aot-cuda-$(VERSION)/bin/python benchmarks/gpu_costs.py
+	.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot_sharding.py
 	.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot.py cuda $(AOT)
 
 # builds the documentation site in build/site; warnings are errors

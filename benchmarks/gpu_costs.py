@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -24,8 +23,9 @@ import tempfile
 import jax
 import jax.numpy as jnp
 import rich
+from compilers import compiler_versions
 from jax.sharding import NamedSharding, PartitionSpec
-from ptxas import compile_ptx, find_tool, kernel_files, kernel_resources, parse_ptxas, run_tool, tool_version
+from ptxas import compile_ptx, find_tool, kernel_files, kernel_resources, parse_ptxas, run_tool
 from rich.console import Console
 from rich.table import Table
 from sass import hot_loop
@@ -189,12 +189,6 @@ def degrade(defect: str) -> None:
         pallas_gpu.num_warps = lambda config, query, *, is_bwd: 8
 
 
-def versions() -> str:
-    """Returns the versions of the compilers."""
-    packages = ", ".join(f"{x} {importlib.metadata.version(x)}" for x in ("jax", "jaxlib", "jax-cuda12-plugin"))
-    return f"{packages}, ptxas {tool_version('ptxas')}, nvdisasm {tool_version('nvdisasm')}"
-
-
 def table(costs: list[Cost], peers: dict[str, Cost]) -> Table:
     """Returns a table with one row per kernel."""
     shown = Table(box=rich.box.SIMPLE_HEAD)
@@ -236,7 +230,7 @@ def main() -> None:
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     console.print(f"Static cost of the GPU kernels: {LENGTH} rows, {HEADS} heads of {HEAD_DIM}, bfloat16, causal")
-    console.print(versions())
+    console.print(compiler_versions("cuda"))
     targets = options.target or list(CUDA_TARGETS)
     costs: list[Cost] = []
     peers: dict[str, Cost] = {}
