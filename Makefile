@@ -67,9 +67,10 @@ million: $(VENV)/ready
 aot-tpu: .venv-aot-tpu-$(VERSION)/ready
 	.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot.py tpu $(AOT)
 
+# with AOT, only the rings
 aot-cuda: .venv-aot-cuda-$(VERSION)/ready
-	.venv-aot-cuda-$(VERSION)/bin/python benchmarks/gpu_costs.py
-	.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot_sharding.py
+	$(if $(AOT),,.venv-aot-cuda-$(VERSION)/bin/python benchmarks/gpu_costs.py)
+	$(if $(AOT),,.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot_sharding.py)
 	.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot.py cuda $(AOT)
 
 # builds the documentation site in build/site; warnings are errors

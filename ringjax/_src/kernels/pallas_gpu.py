@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from ringjax._src import online_softmax as softmax
 from ringjax._src.indexing import quotient
@@ -37,6 +36,12 @@ from ringjax._src.kernels.interface import AttendConfig, Backend, Case, Grads, L
 from ringjax._src.kernels.platform import on_its_platform
 from ringjax._src.online_softmax import PartialSoftmax, Running
 from ringjax._src.vma import shaped_like
+
+plgpu: Any
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError:  # deprecated since jax 0.11, to be removed
+    plgpu = None
 
 LIMITS = Limits(("bfloat16", "float16", "float32"), min_dim=16, min_rows=16, min_block=16)  # a tile of tensor cores
 _SM_80 = 8.0  # Ampere
@@ -114,6 +119,8 @@ def oldest_gpu() -> float:
 
 
 def _unavailable(is_requested: bool) -> str:
+    if plgpu is None:
+        return f"the gpu kernels need the Triton backend of Pallas, which jax {jax.__version__} does not have"
     oldest = oldest_gpu()
     return f"the gpu kernels need compute capability {_SM_80}, not {oldest}" if oldest < _SM_80 else ""
 
