@@ -75,7 +75,10 @@ million: $(VENV)/ready
 aot-tpu: .venv-aot-tpu-$(VERSION)/ready
 	.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot.py tpu $(AOT)
 
+# with AOT, only the rings
 aot-cuda: .venv-aot-cuda-$(VERSION)/ready
+	$(if $(AOT),,.venv-aot-cuda-$(VERSION)/bin/python benchmarks/gpu_costs.py)
+	$(if $(AOT),,.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot_sharding.py)
 	.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot.py cuda $(AOT)
 
 # builds the documentation site in build/site; warnings are errors
@@ -116,10 +119,11 @@ $(VENV)/ready: pyproject.toml
 	$(@D)/bin/python -m pip install --quiet -e . 'jax[tpu]'
 	touch $@
 
-# only the compiler and ptxas, no CUDA libraries
+# only the compilers and the disassembler; of the CUDA libraries, one that jax's own kernels ask for the version of CUDA
 .venv-aot-cuda-$(VERSION)/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet -e . 'jax[cuda12-local]' nvidia-cuda-nvcc-cu12
+	$(@D)/bin/python -m pip install --quiet -e . 'jax[cuda12-local]' nvidia-cuda-nvcc nvidia-cuda-nvdisasm \
+		nvidia-cuda-runtime-cu12
 	touch $@
 
 clean:

@@ -22,6 +22,8 @@ import sys
 import tempfile
 
 import rich
+from compilers import compiler_versions
+from gpu_costs import MOST_SPILLED
 from ptxas import kernel_resources
 from rich.console import Console
 from rich.table import Table
@@ -179,9 +181,10 @@ class Row:
             failures.append(f"has a kernel that needs {self.kernel_bytes} bytes of {target.kernel_memory_bytes}")
         if self.kernels_without_cost:
             failures.append(f"has kernels without a cost estimate: {self.kernels_without_cost}")
-        spilled = self.spilled_bytes.get("ringjax_forward", 0)
-        if spilled and CASES[self.case].workload.head_dim <= 128:
-            failures.append(f"has a forward kernel that spills {spilled} bytes")
+        if self.kernels and CASES[self.case].workload.head_dim <= 128:
+            for name, spilled in self.spilled_bytes.items():
+                if spilled > MOST_SPILLED[self.target]:
+                    failures.append(f"has a kernel {name} that spills {spilled} bytes")
         return failures
 
 
@@ -204,7 +207,10 @@ def measure(row: Row, implementation: str | None, with_options: bool) -> Row:
         row.output_bytes = memory.output_size_in_bytes - memory.alias_size_in_bytes
         parsed = schedule(compiled.as_text())
         _fill_schedule(row, parsed)
-        _fill_kernels(row, parsed, target, folder)
+        try:
+            _fill_kernels(row, parsed, target, folder)
+        except (FileNotFoundError, RuntimeError) as error:  # of the assembler, in its own words
+            row.compiled, row.error = False, " ".join(str(error).split())[:2000]
     return row
 
 
@@ -370,6 +376,7 @@ def main() -> None:
         return
 
     console = Console(width=None if sys.stdout.isatty() else 180)
+    console.print(compiler_versions(options.platform), highlight=False)
     rows = []
     for name in options.case or CASES:
         case = CASES[name]
@@ -377,6 +384,7 @@ def main() -> None:
         for target in options.target or case.targets[options.platform]:
             for part in case.passes:
                 if options.part in (None, part):
+                    console.print(f"  {target} {part}: compiling", highlight=False)
                     row = compile_in_subprocess(Row(name, target, part), options)
                     status = f"{row.seconds:.0f} s" if row.compiled else "failed"
                     console.print(f"  {target} {part}: {status}", highlight=False)

@@ -19,6 +19,7 @@ _SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) 
 _REGISTERS = re.compile(r"Used (\d+) registers")
 _STATIC_SHARED = re.compile(r"(\d+) bytes smem")
 _LAUNCH = re.compile(r"\] (\S+) grid: \[[^\]]*\] threads: \[([\d, ]+)\]\s+shared_memory: (\d+) bytes")
+_VERSION = re.compile(r"\bV([\d.]+)")
 _COPY = re.compile(r"_\d+$")  # suffix of a kernel that is called with several shapes
 
 
@@ -58,20 +59,30 @@ def kernel_resources(
 
     Raises:
         FileNotFoundError: If `ptxas` is not installed, or the directory contains no such kernel.
-        subprocess.CalledProcessError: If `ptxas` fails.
+        RuntimeError: If `ptxas` fails, with its own message.
     """
     launches = {}
     for path in dumped.glob("*.thunk_sequence.txt"):
         launches.update(parse_launches(path.read_text()))
     found = []
+    for path in kernel_files(dumped, names):
+        for measured in parse_ptxas(compile_ptx(path, architecture)):
+            threads, shared = launches.get(measured.name, (None, 0))
+            found.append(dataclasses.replace(measured, threads=threads, shared_bytes=measured.shared_bytes + shared))
+    return found
+
+
+def kernel_files(dumped: pathlib.Path, names: Collection[str] | None = None) -> list[pathlib.Path]:
+    """Returns the PTX files of a dump directory with one of these kernels, or with any.
+
+    Raises:
+        FileNotFoundError: If there are none.
+    """
+    found = []
     for path in sorted(dumped.glob("*.ptx")):
         entries = re.findall(r"\.entry (\w+)", path.read_text())
         if any(names is None or name in names or _COPY.sub("", name) in names for name in entries):
-            for measured in parse_ptxas(_ptxas(path, architecture)):
-                threads, shared = launches.get(measured.name, (None, 0))
-                found.append(
-                    dataclasses.replace(measured, threads=threads, shared_bytes=measured.shared_bytes + shared)
-                )
+            found.append(path)
     if not found:
         raise FileNotFoundError(f"No kernel {'' if names is None else sorted(names)} among the PTX files in {dumped}.")
     return found
@@ -99,25 +110,63 @@ def parse_launches(text: str) -> dict[str, tuple[int, int]]:
 
 
 def find_ptxas() -> str:
-    """Returns the path of `ptxas`, from the package `nvidia-cuda-nvcc-cu12` or the search path.
+    """Returns the path of `ptxas`.
 
     Raises:
         FileNotFoundError: If it is not installed.
     """
-    try:
-        package = importlib.util.find_spec("nvidia.cuda_nvcc")
-    except ModuleNotFoundError:
-        package = None
-    for folder in package.submodule_search_locations or [] if package else []:
-        path = pathlib.Path(folder, "bin", "ptxas")
-        if path.exists():
-            return str(path)
-    path_of_shell = shutil.which("ptxas")
+    return find_tool("ptxas")
+
+
+def find_tool(name: str) -> str:
+    """Returns the path of a tool of the CUDA toolkit, from a package of CUDA 13 or 12, or from the search path.
+
+    CUDA 13 comes first: if it is installed, XLA writes PTX that the `ptxas` of CUDA 12 rejects.
+
+    Raises:
+        FileNotFoundError: If it is not installed.
+    """
+    for package in ("nvidia.cu13", "nvidia.cuda_nvcc"):
+        try:
+            spec = importlib.util.find_spec(package)
+        except ModuleNotFoundError:
+            continue
+        for folder in spec.submodule_search_locations or [] if spec else []:
+            path = pathlib.Path(folder, "bin", name)
+            if path.exists():
+                return str(path)
+    path_of_shell = shutil.which(name)
     if path_of_shell is None:
-        raise FileNotFoundError("`ptxas` was not found: install the package nvidia-cuda-nvcc-cu12.")
+        package = "nvidia-cuda-nvcc" if name == "ptxas" else f"nvidia-cuda-{name}"
+        raise FileNotFoundError(f"`{name}` was not found: install the package {package}.")
     return path_of_shell
 
 
-def _ptxas(path: pathlib.Path, architecture: str) -> str:
-    command = [find_ptxas(), "-v", f"-arch={architecture}", str(path), "-o", "/dev/null"]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stderr
+def run_tool(name: str, *arguments: str) -> tuple[str, str]:
+    """Runs a tool of the CUDA toolkit and returns its standard output and standard error.
+
+    Raises:
+        FileNotFoundError: If it is not installed.
+        RuntimeError: If it fails, with its own message.
+    """
+    done = subprocess.run([find_tool(name), *arguments], check=False, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "no message")[-2000:]
+        raise RuntimeError(f"`{name} {' '.join(arguments)}` exited with code {done.returncode}: {said}")
+    return done.stdout, done.stderr
+
+
+def tool_version(name: str) -> str:
+    """Returns the version of a tool of the CUDA toolkit."""
+    found = _VERSION.search(run_tool(name, "--version")[0])
+    return found[1] if found else "unknown"
+
+
+def compile_ptx(path: pathlib.Path, architecture: str, cubin: str | pathlib.Path = "/dev/null") -> str:
+    """Compiles a PTX file and returns what ``ptxas -v`` reports.
+
+    Raises:
+        FileNotFoundError: If `ptxas` is not installed.
+        RuntimeError: If it fails, with its own message.
+    """
+    return run_tool("ptxas", "-v", f"-arch={architecture}", str(path), "-o", str(cubin))[1]

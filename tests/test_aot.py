@@ -1,9 +1,14 @@
 """Ahead-of-time compilation without a compiler: targets, device order, and parsing of schedules and `ptxas` output."""
 
+import dataclasses
+import importlib
 import re
+import sys
 
+import gpu_costs
 import pytest
-from ptxas import KernelResources, kernel_resources, parse_launches, parse_ptxas
+from ptxas import KernelResources, find_ptxas, kernel_resources, parse_launches, parse_ptxas, run_tool
+from sass import hot_loop, innermost_loops
 
 from ringjax._src.aot.compile import neighbor_cycle
 from ringjax._src.aot.schedule import Kernel, parse, schedule
@@ -251,13 +256,96 @@ def test_kernels_of_a_dump_directory_are_measured(tmp_path, monkeypatch):
         asked.append((path.name, architecture))
         return report[1] if path.name == "m.1.ptx" else report[2]
 
-    monkeypatch.setattr("ptxas._ptxas", ptxas)
+    monkeypatch.setattr("ptxas.compile_ptx", ptxas)
     (kernel,) = kernel_resources(tmp_path, "sm_90a", ["meet_forward"])
     assert kernel == KernelResources("meet_forward", 255, 44, 256, 512 + 32768)
     assert asked == [("m.1.ptx", "sm_90a")]
     assert len(kernel_resources(tmp_path, "sm_90a")) == 2
     with pytest.raises(FileNotFoundError, match="no_such"):
         kernel_resources(tmp_path, "sm_90a", ["no_such"])
+
+
+def executable(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_ptxas_of_cuda_13_is_preferred(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setattr("sys.path", [str(tmp_path / "site")])
+    monkeypatch.delitem(sys.modules, "nvidia", raising=False)
+    with pytest.raises(FileNotFoundError, match="`ptxas` was not found: install the package nvidia-cuda-nvcc"):
+        find_ptxas()
+    for folder in ("path", "site/nvidia/cuda_nvcc/bin", "site/nvidia/cu13/bin"):
+        expected = executable(tmp_path / folder / "ptxas", "")
+        importlib.invalidate_caches()
+        assert find_ptxas() == expected
+
+
+def test_failing_tool_is_reported_in_its_own_words(tmp_path, monkeypatch):
+    executable(tmp_path / "ptxas", "#!/bin/sh\necho 'ptxas fatal   : Unsupported .version 9.0' >&2\nexit 255\n")
+    monkeypatch.setattr("ptxas.find_tool", lambda name: str(tmp_path / name))
+    with pytest.raises(RuntimeError, match=r"`ptxas a.ptx` exited with code 255: ptxas fatal .*Unsupported .version 9"):
+        run_tool("ptxas", "a.ptx")
+
+
+# Two loops over key blocks, the second with a mask, and a wait behind the end that jumps back into the second.
+SASS = """
+        .section        .text.ringjax_forward,"ax",@progbits
+.text.ringjax_forward:
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 BRA `(.L_x_2) ;
+.L_x_1:
+        /*0020*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+.L_x_0:
+        /*0030*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P1, [UR4], R3 ;
+        /*0040*/               @P1 BRA `(.L_x_0) ;
+        /*0050*/                   FFMA R4, R24, R5, -R6 ;
+        /*0060*/                   MUFU.EX2 R4, R4 ;
+        /*0070*/                   HGMMA.64x128x16.F32.BF16 R88, R4, gdesc[UR12], R88 ;
+        /*0080*/              @UP0 BRA `(.L_x_1) ;
+.L_x_2:
+        /*0090*/                   STL [R1+0x4], R9                                 (*"SpillRefill"*);
+        /*00a0*/                   HGMMA.64x64x16.F32.BF16 R24, gdesc[UR8], RZ, !UPT ;
+.L_x_4:
+        /*00b0*/                   FSEL R24, R24, -INF , P2 ;
+        /*00c0*/                   LDL R9, [R1+0x4] ;
+        /*00d0*/                   FFMA R4, R24, R5, -R6 ;
+        /*00e0*/                   MUFU.EX2 R4, R4 ;
+        /*00f0*/                   HGMMA.64x128x16.F32.BF16 R88, R4, gdesc[UR12], R88 ;
+        /*0100*/               @P3 BRA `(.L_x_2) ;
+        /*0110*/                   EXIT ;
+        /*0120*/                   BRA `(.L_x_4) ;
+"""
+
+
+def test_hot_loop_is_the_shortest_with_all_matrix_instructions():
+    loop = hot_loop(SASS)
+    assert (loop.instructions, loop.matrix_instructions, loop.spills) == (7, 2, 0)
+    assert loop.opcodes["MUFU"] == 1
+    assert [(x.instructions, x.matrix_instructions, x.spills) for x in innermost_loops(SASS)] == [
+        (7, 2, 0), (8, 2, 2), (8, 1, 1),
+    ]  # fmt: skip
+
+
+def test_listing_without_a_matrix_loop_raises():
+    with pytest.raises(ValueError, match="`listing` must contain a loop with one of HMMA, HGMMA, UTCHMMA"):
+        hot_loop(SASS.replace("HGMMA", "FFMA"))
+
+
+def test_kernel_costs_beyond_their_limits_fail():
+    most = gpu_costs.MOST_INSTRUCTIONS["H100"]["forward"]
+    good = gpu_costs.Cost("H100", "forward", 200, 0, 0, 65536, 8, most)
+    peer = dataclasses.replace(good, instructions=int(most / gpu_costs.MOST_OF_PEER["forward"]) + 1)
+    assert good.failures(peer) == []
+    (slow,) = dataclasses.replace(good, instructions=most + 1).failures(None)
+    assert slow == f"issues {most + 1} instructions per tile, more than {most}"
+    (slow,) = good.failures(dataclasses.replace(peer, instructions=most // 2))
+    assert "times the instructions of attention_mgpu, limit" in slow
+    spilling = dataclasses.replace(good, spilled_bytes=8, loop_spills=2).failures(peer)
+    assert spilling == ["spills registers in its loop, in 2 instructions", "spills 8 bytes, more than 0"]
 
 
 @pytest.mark.parametrize(

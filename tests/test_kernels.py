@@ -27,6 +27,7 @@ from kernel_costs import kernel_costs
 import ringjax as rj
 from ringjax._src.kernels.blocks import given_blocks
 from ringjax._src.kernels.dispatch import BACKENDS
+from ringjax._src.kernels.interface import AttendConfig
 from ringjax._src.kernels.interface import Case as KernelCase
 
 SLOW = pytest.mark.slow
@@ -100,6 +101,14 @@ def test_given_block_sizes_equal_oracle(implementation):
     assert given_blocks(sizes, num_rows=600, q_per_kv=2, least=least, is_bwd=False) == (128, 256)
     attention = functools.partial(rj.dilated_attention, block_sizes=sizes)
     assert_equals_oracle(case, "float32", attention, implementations=(implementation,), compiler_options=QUICK)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scales_that_are_not_positive_equal_oracle(scale):
+    case = one_entry(
+        length=48, kv_heads=1, head_dim=16, segment_lengths=(48,), dilation_rates=(1,), is_causal=True, scale=scale
+    )
+    assert_equals_oracle(case, "float32", implementations=("interpret_gpu",), compiler_options=QUICK)
 
 
 class KernelRing(NamedTuple):
@@ -318,6 +327,13 @@ def test_float16_lowers_without_kernels_for_tpu():
 )
 def test_unsupported_cases_name_the_reason(case, target, reason):
     assert reason in BACKENDS[target].limits.unsupported(target, case)
+
+
+def test_gpu_kernels_without_the_triton_backend_name_the_reason(monkeypatch):
+    monkeypatch.setattr("ringjax._src.kernels.pallas_gpu.plgpu", None)
+    case = KernelCase(dtype="bfloat16", head_dim=64, num_rows=512, q_per_kv=1)
+    config = AttendConfig(is_causal=True, scale=1.0)
+    assert "need the Triton backend of Pallas, which jax" in BACKENDS["gpu"].why_not(case, config)
 
 
 def call(length=64, head_dim=32, dtype=jnp.float32, **keywords):

@@ -82,6 +82,11 @@ class KernelConfig:
         return ceil_div(self.num_rows, self.blocks.key)
 
     @property
+    def is_exact(self) -> bool:
+        """Whether all rows of all blocks exist."""
+        return not self.is_ragged and self.num_rows * self.q_per_kv % self.blocks.query == 0
+
+    @property
     def needs_mask(self) -> bool:
         """Whether any block has a masked pair."""
         return self.is_causal or self.is_ragged or bool(self.mask_rules)

@@ -7,9 +7,11 @@ lowers it to zeros, which are never read.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn, TypeVar
 
 import jax
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh
 
 PLATFORMS = ("tpu", "cuda")  # of Pallas kernels
 
@@ -97,7 +100,7 @@ def _lower(on: str | None) -> Callable[..., Any]:
             plain = [jax.core.ShapedArray(x.shape, x.dtype) for x in ctx.avals_in]
             return mlir.lower_fun(call)(ctx.replace(avals_in=plain, avals_out=plain[-sums:]), *arrays)
         # TPU kernels have no 64-bit types. JAX warns that its Triton lowering is deprecated: callers cannot avoid that.
-        with jax.enable_x64(False), warnings.catch_warnings():
+        with jax.enable_x64(False), _naming_the_device(ctx, platform), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
             try:
                 return mlir.lower_fun(call)(ctx, *arrays)
@@ -110,6 +113,21 @@ def _lower(on: str | None) -> Callable[..., Any]:
                 ) from error
 
     return rule
+
+
+def _naming_the_device(ctx: Any, platform: str) -> AbstractContextManager[None]:  # noqa: ANN401
+    """Names the GPU that a program is lowered for, where `shard_map` does not.
+
+    JAX's Triton lowering uses the device of the abstract mesh, or else a GPU of this process, which may have none.
+    """
+    given = ctx.module_context.axis_context
+    mesh = getattr(given, "mesh", None)
+    devices = list(mesh.devices.flat) if isinstance(mesh, Mesh) else getattr(given, "device_assignment", None)
+    is_named = jax.sharding.get_abstract_mesh().abstract_device is not None
+    if platform != "cuda" or is_named or not devices:
+        return contextlib.nullcontext()
+    device = AbstractDevice(device_kind=devices[0].device_kind, num_cores=None, platform=devices[0].platform)
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 batching.primitive_batchers[_kernel] = _batch_kernel
