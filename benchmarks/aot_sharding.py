@@ -1,10 +1,11 @@
-"""Checks what kernels under plain `jit` send if arrays are sharded and no ring is given, as compiled for 8 GPUs.
+"""Checks what kernels under plain `jit` send if arrays are sharded and no ring is given, as compiled for 8 devices.
 
-Arrays are sharded by batch, heads, sequence, and all of them, on automatic and on explicit meshes. Batch and heads must
+Arrays are sharded by batch, heads, sequence, and all of them, on automatic (GPU only) and on explicit meshes. Batch and heads must
 send nothing. With a sharded sequence, the forward pass must send what the plan lists, and the gradient what the program
 of a `Ring` sends. Failed checks are listed, and the command then exits with status 1.
 
     python benchmarks/aot_sharding.py                # part of `make aot-cuda`
+    python benchmarks/aot_sharding.py --target v5e:2x4   # part of `make aot-tpu`
     python benchmarks/aot_sharding.py --target A100 --mesh auto --shards sequence
 """
 
@@ -29,7 +30,7 @@ import ringjax as rj
 from ringjax._src.aot.collectives import executed
 from ringjax._src.aot.compile import ENVIRONMENT, ring_mesh
 from ringjax._src.aot.schedule import schedule
-from ringjax._src.aot.targets import CUDA_TARGETS
+from ringjax._src.aot.targets import CudaTarget, target_named
 
 BATCH, LENGTH, HEADS, HEAD_DIM = 4, 4096, 8, 64
 PATTERN = rj.DilationPattern((1024, 4096), (1, 4))
@@ -118,7 +119,7 @@ def check(mesh: Mesh, shards: str, part: str, device: str) -> tuple[Sent, list[s
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=CUDA_TARGETS, default="H100", help="GPU (%(default)s)")
+    parser.add_argument("--target", default="H100", help="target of 8 devices, such as v5e:2x4 or H100 (%(default)s)")
     parser.add_argument("--mesh", choices=MESHES, action="append", help="kind of mesh (default: both)")
     parser.add_argument("--shards", choices=SHARDS, action="append", help="what is sharded (default: all of them)")
     options = parser.parse_args()
@@ -126,17 +127,20 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
 
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(f"Sharded arrays without a ring: 8 x {options.target}, {compiler_versions('cuda')}")
-    devices = ring_mesh(CUDA_TARGETS[options.target]).devices.reshape(2, 2, 2)
+    target = target_named(options.target)
+    platform = "cuda" if isinstance(target, CudaTarget) else "tpu"
+    console.print(f"Sharded arrays without a ring: {options.target}, {compiler_versions(platform)}")
+    devices = ring_mesh(target).devices.reshape(2, 2, 2)
+    device = options.target.partition(":")[0].lower()
     failures = []
-    for kind in options.mesh or MESHES:
+    for kind in options.mesh or (MESHES if platform == "cuda" else ["explicit"]):  # see `sharded.py`
         mesh = Mesh(devices, AXES, axis_types=(MESHES[kind],) * len(AXES))
         for shards in options.shards or SHARDS:
             for part in PASSES:
                 name = f"{kind} mesh, {shards} sharded, {part}"
                 console.print(f"  {name}: compiling")
                 begin = time.perf_counter()
-                found, failed = check(mesh, shards, part, options.target.lower())
+                found, failed = check(mesh, shards, part, device)
                 console.print(f"  {name}: {time.perf_counter() - begin:.0f} s, sends {found}")
                 failures += [f"{name}: {failure}" for failure in failed]
     for failure in failures:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cases import QUICK, Case, available, slow_unless
 from flax import nnx
-from jax.sharding import AxisType
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import ringjax as rj
 from ringjax import linen
@@ -93,6 +93,14 @@ def test_sharded_arrays_without_a_ring_run_the_program_of_a_ring(kind, name, imp
         results = jax.tree.leaves(compiled(*operands))
         assert all(x.sharding.is_equivalent_to(operands[0].sharding, 4) for x in results)
         chex.assert_trees_all_close(results, list(wanted), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize(("platform", "is_partitioned"), [("gpu", True), ("tpu", False)])
+def test_rules_for_the_compiler_are_used_where_it_calls_them(platform, is_partitioned):
+    device = AbstractDevice(device_kind="any", num_cores=None, platform=platform)
+    mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
+    x = jax.ShapeDtypeStruct((4, 64, 4, 8), np.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
+    assert ("ringjax_call" in str(jax.jit(attention).trace(x, x, x).jaxpr)) == is_partitioned
 
 
 @pytest.mark.parametrize("name", ["batch", "sequence"])

@@ -26,7 +26,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ringjax._src import vjp
 from ringjax._src.batched_call import Leading, batched_call
 from ringjax._src.branches.protocol import Shard
-from ringjax._src.comm.devices import device_of_kind
+from ringjax._src.comm.devices import device_named, device_of_kind
 from ringjax._src.comm.mesh import Ring, RingInfo, abstract_device, axes, explicit_axes, inner_size, reshard_explicit
 from ringjax._src.comm.ordering import after
 from ringjax._src.comm.ring_comm import AxisName
@@ -97,7 +97,8 @@ def from_types(spec: AttentionSpec, shard: Shard) -> ShardedCall | None:
     if mesh.empty or mesh.size == 1 or mesh.manual_axes or ambient.manual_axes:
         return None
     if not mesh.explicit_axes:
-        return None if mesh.abstract_device is None else ShardedCall(spec)  # the compiler partitions for real devices
+        device = mesh.abstract_device
+        return ShardedCall(spec) if device is not None and _is_partitioned(device.platform) else None
     query, *others = (_padded_spec(x) for x in shard[:3])
     for name, given in zip(("key", "value"), others, strict=True):
         if given != query:
@@ -117,6 +118,14 @@ def from_types(spec: AttentionSpec, shard: Shard) -> ShardedCall | None:
             raise ValueError(f"`key` {what} must divide evenly over the {devices} devices of {query}, got {size}.")
     is_checked = spec.implementation not in ("interpret_tpu", "interpret_gpu")
     return ShardedCall(spec, mesh, info, batch, is_checked)
+
+
+def _is_partitioned(platform: str) -> bool:
+    """Returns whether compilers of a platform call partitioning rules.
+
+    Those for TPUs do not (https://github.com/jax-ml/jax/issues/38196); there, the kernels raise an error.
+    """
+    return platform != "tpu"
 
 
 def _padded_spec(x: Array) -> PartitionSpec:
@@ -203,6 +212,7 @@ class _Pass:
             return _partitioned(self, len(leading))
         assert call.mesh is not None
         is_known = None not in leading or AxisType.Auto not in call.mesh.axis_types
+        is_known = is_known or not _is_partitioned(device_named(call.info.device).platform)
         # No transformation of the pass itself needs varying axes, and `vmap(spmd_axis_name=...)` adds axes to them.
         return _in_shard_map(self, leading, False) if is_known else _partitioned(self, len(leading))
 

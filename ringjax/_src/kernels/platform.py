@@ -108,8 +108,8 @@ def _lower(on: str | None) -> Callable[..., Any]:
                 if "automatically partitioned" not in str(error):
                     raise
                 raise NotImplementedError(
-                    "The TPU kernels cannot be partitioned by the compiler: place the arrays on the devices before "
-                    "`jit`, set the mesh by `jax.set_mesh`, or pass `ring=Ring(mesh, axis_name=None, batch_axis=...)`."
+                    "The TPU compiler cannot partition the kernels on an automatic mesh: use explicit axes, as "
+                    "`jax.make_mesh` creates, or pass `ring=Ring(mesh, axis_name=None, batch_axis=...)`."
                 ) from error
 
     return rule
