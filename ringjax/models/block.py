@@ -17,9 +17,10 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ringjax._src.comm.mesh import Ring, explicit_axes, stored_positions
+from ringjax._src.comm.mesh import Ring, stored_positions
 from ringjax._src.decode import DecodeCache
 from ringjax._src.flax.nnx import DilatedSelfAttention
+from ringjax._src.flax.placement import explicit_mesh, on_mesh
 from ringjax._src.flax.precision import compute_dtype
 from ringjax._src.validation import (
     check_ids,
@@ -141,7 +142,11 @@ class BlockStack(nnx.Module):
         def step(block: Block, x: Array, key: Array | None) -> tuple[Array, None]:
             return block(x, rngs=key, deterministic=True if key is None else None, **where), None
 
-        return self.norm(self.run(step, x, keys)[0])
+        return self.normalized(self.run(step, x, keys)[0])
+
+    def normalized(self, x: Array) -> Array:
+        """Applies the final norm."""
+        return on_mesh(self.norm, self.ring, x)(x)
 
     def run(
         self, step: Callable[[Block, Array, Any], tuple[Array, Any]], x: Array, each: Array | None = None
@@ -150,19 +155,21 @@ class BlockStack(nnx.Module):
         graph, state = nnx.split(self.blocks)
 
         def body(x: Array, layer: Any) -> tuple[Array, Any]:  # noqa: ANN401
-            return step(nnx.merge(graph, layer[0]), x, layer[1])
+            return step(on_mesh(nnx.merge(graph, layer[0]), self.ring, x), x, layer[1])
 
         in_loop = self.config.scan_layers
         if self.config.remat:
             body = jax.checkpoint(body, policy=KEEP_ATTENTION, prevent_cse=not in_loop)
         return lax.scan(body, x, (state, each), unroll=1 if in_loop else self.config.num_layers)
 
-    def sharding(self, over_ring: bool = True) -> NamedSharding | None:
-        """Returns the sharding of the residual stream on an explicit mesh, otherwise None."""
-        if self.ring is None or not explicit_axes(self.ring.resolve()):
+    def sharding(self, inputs: Array, over_ring: bool = True) -> NamedSharding | None:
+        """Returns the sharding of the residual stream of inputs (B, T) or (B, T, F) on an explicit mesh, or None."""
+        mesh = explicit_mesh(self.ring, inputs)
+        if mesh is None:
             return None
-        spec = PartitionSpec(self.ring.batch_axis, self.ring.axis_name if over_ring else None, None)
-        return NamedSharding(self.ring.resolve(), spec)
+        if self.ring is None:
+            return NamedSharding(mesh, PartitionSpec(*jax.typeof(inputs).sharding.spec[:2]))
+        return NamedSharding(mesh, PartitionSpec(self.ring.batch_axis, self.ring.axis_name if over_ring else None))
 
 
 def check_model(config: LongNetConfig, ring: Ring | None, rngs: nnx.Rngs) -> None:
