@@ -262,7 +262,7 @@ def test_rings_equal_the_oracle(row):
     ring_size, _, head_shards = row["mesh"]
     if row["rule"] == "split" and head_shards > 1:
         row = {**row, "mesh": (ring_size, 2, 1)}
-    heads = 2 * head_shards * (3 if ring_size == 3 else 2)
+    heads = 4 * ring_size if row["rule"] == "split" else 2 * head_shards * (3 if ring_size == 3 else 2)
     call = call_of(row, kv_heads=heads, q_per_kv=2)
     assert_equals_oracle(call, on_ring(ring_of(row)), implementation=available(row["implementation"]))
 
