@@ -128,6 +128,7 @@ class Row:
     hop_permutes_hidden_by_kernel: int = 0
     hop_permutes_hidden_by_dots: int = 0
     other_permutes_hidden: int = 0
+    hops_in_flight: int = 0
     exchanges: int = 0
     exchanges_async: int = 0
     exchange_bytes: int = 0
@@ -166,6 +167,8 @@ class Row:
         if hidden < self.hop_permutes:
             exposed = self.hop_permutes - hidden
             failures.append(f"{exposed} of {self.hop_permutes} permutes in hop loops do not overlap with {compute}")
+        if self.hop_permutes and self.part == "forward" and self.hops_in_flight < 2:
+            failures.append("does not send in both directions at once")
         if self.permutes_async < self.permutes:
             failures.append(f"{self.permutes - self.permutes_async} of {self.permutes} permutes are synchronous")
         if self.kernels and self.kernel_bytes is None:
@@ -209,6 +212,7 @@ def _fill_schedule(row: Row, parsed: Schedule) -> None:
     row.permutes, row.permutes_async = len(parsed.permutes), parsed.num_async
     row.hop_permutes = len(parsed.in_hop_loops)
     row.hop_permutes_hidden_by_kernel = len(parsed.hidden(("kernel",)))
+    row.hops_in_flight = parsed.hops_in_flight
     row.hop_permutes_hidden_by_dots = len(parsed.hidden(("dots",)))
     exposed = [x for x in parsed.permutes if not x.is_async or x.between == "nothing"]
     row.other_permutes_hidden = sum(not x.in_hop_loop for x in parsed.permutes) - sum(

@@ -320,6 +320,7 @@ def test_work_of_unequal_heads_is_counted_per_device():
 @pytest.mark.parametrize(
     ("strategy", "changes", "text"),
     [
+        ("all_to_all", {"num_heads": 3}, "with 1 query head each on a device: use 'ring' or 'auto', or"),
         ("all_to_all", {"num_heads": 6}, "must share the heads of branch 64/4 evenly among all of the 4 devices"),
         ("all_to_all", {"num_heads": 2}, "use 'all_to_all_ring', 'ring' or 'auto'"),
         ("all_to_all_ring", {"num_heads": 3}, "evenly among teams of the 4 devices that share a segment, got 3 key"),

@@ -74,6 +74,17 @@ def test_kernel_between_start_and_done_hides_the_message():
     assert read.vmem_bytes == 3915776
 
 
+def test_messages_are_in_flight_at_once_if_both_start_before_either_is_done():
+    assert schedule(TPU_LOOP).hops_in_flight == 1
+    lines = TPU_LOOP.splitlines()
+    start, done = (next(x for x in lines if f"%permute-{name} =" in x) for name in ("start", "done"))
+    others = [x.replace("%permute-", "%back-") for x in (start, done)]
+    together = TPU_LOOP.replace(start, f"{start}\n{others[0]}").replace(done, f"{done}\n{others[1]}")
+    assert schedule(together).hops_in_flight == 2
+    one_by_one = TPU_LOOP.replace(done, f"{done}\n{others[0]}\n{others[1]}")
+    assert schedule(one_by_one).hops_in_flight == 1
+
+
 def test_kernel_before_the_message_does_not_hide_it():
     read = schedule(kernel_before_message(TPU_LOOP))
     (hop,) = read.in_hop_loops

@@ -226,6 +226,21 @@ def test_best_layout_is_contiguous_without_causality():
     assert plan_report(dataclasses.replace(JOB, is_causal=False, layout="zigzag")).best.layout == "contiguous"
 
 
+def test_best_choice_keeps_the_stored_length():
+    job = dataclasses.replace(JOB, seq_len=300 * 1024, num_heads=6, device="h100", pattern_text="2K/1,32K/8,T/64")
+    padded = dataclasses.replace(job, stored_length=2**19)
+    assert {x.stored_length for x in padded.variants} == {2**19}
+    assert plan_report(padded).best.cost < plan_report(job).best.cost
+
+
+def test_imbalance_of_unaligned_branches_suggests_an_aligned_length():
+    job = dataclasses.replace(JOB, seq_len=300 * 1024, num_heads=6, pattern_text="2K/1,32K/8,T/64", layout="zigzag")
+    (found,) = [x for x in plan_report(job).warnings if "times the mean work" in x.about]
+    assert found.fix == "align the branches: --stored-length 524288"
+    aligned = dataclasses.replace(job, stored_length=524288)
+    assert not [x for x in plan_report(aligned).warnings if "times the mean work" in x.about]
+
+
 def test_sweep_tabulates_the_values_of_one_option(capsys):
     output = json_output(capsys, *PLAN, "--device", "v5p", "--sweep", "ring=1,2,4,8")
     training = [row["memory"]["gradient"] for row in output["rows"]]

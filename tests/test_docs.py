@@ -47,6 +47,12 @@ def _compiled_quickly():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python", *SHELL)], ids=name_of)
+def test_code_fits_the_width_of_the_site(page):
+    lines = [line for _, code in blocks(page, "python", *SHELL) for line in code.splitlines()]
+    assert max(map(len, lines)) <= 95
+
+
 @pytest.mark.usefixtures("_compiled_quickly")
 @pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
 def test_code_runs(page, tmp_path, monkeypatch):

@@ -125,8 +125,8 @@ def _joined(prompt, lengths, generated):
 @SLOW
 def test_sampling_depends_on_key_and_temperature_and_does_not_retrace(monkeypatch):
     model, shapes = functional(LongNetDecoder, config_of())
-    # one trace for a temperature that is an array, and one for a number
-    monkeypatch.setattr(LongNetDecoder, "extend", chex.assert_max_traces(LongNetDecoder.extend, n=2))
+    # one trace for a temperature that is an array, one for a number, and one for the greedy choice
+    monkeypatch.setattr(LongNetDecoder, "extend", chex.assert_max_traces(LongNetDecoder.extend, n=3))
     model, prompt = model(drawn(shapes)), TOKENS[:, :9]
     draw = functools.partial(model.generate, prompt, 12, top_k=3)
     first = draw(rng=jax.random.key(0), temperature=jnp.float32(2.0))

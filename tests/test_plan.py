@@ -116,7 +116,14 @@ def test_plan_is_cached_hashable_and_serializable():
 def test_table_shows_lengths_branches_balance_and_advice():
     text = str(rj.plan(PATTERN, **{**SHAPE, "seq_len": 65000}, ring_size=8, is_causal=True, strategy="ring"))
     assert all(len(line) <= 120 for line in text.splitlines())
-    for word in ("65,000 tokens", "2048/1", "ring (by position)", "balance", "zigzag", "must consist of whole chunks"):
+    for word in (
+        "65,000 tokens",
+        "2048/1",
+        "ring (by position)",
+        "balance",
+        "zigzag",
+        "segments of 2048 must divide chunks of",
+    ):
         assert word in text, word
 
 

@@ -15,7 +15,8 @@ from flax import nnx
 from jax.sharding import AxisType
 
 import ringjax as rj
-from ringjax.models import next_token_targets
+from ringjax import linen
+from ringjax.models import LongNetConfig, LongNetDecoder, next_token_targets
 from ringjax.nnx import DilatedSelfAttention
 
 CASE = Case(length=64, batch=4, kv_heads=4, q_per_kv=2, head_dim=8, segment_lengths=(16, 64), dilation_rates=(1, 4))
@@ -92,6 +93,19 @@ def test_sharded_arrays_without_a_ring_run_the_program_of_a_ring(kind, name, imp
         results = jax.tree.leaves(compiled(*operands))
         assert all(x.sharding.is_equivalent_to(operands[0].sharding, 4) for x in results)
         chex.assert_trees_all_close(results, list(wanted), atol=2e-6, rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["batch", "sequence"])
+def test_shardings_of_jit_count_where_the_mesh_is_set(name):
+    mesh, spec = mesh_of("auto"), SPECS[name]
+    sharding = jax.NamedSharding(mesh, jax.P(*spec))
+    arrays = CASE.arrays(np.float32)[:3]
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(attention, in_shardings=(sharding,) * 3).lower(*arrays).compile(QUICK)
+        out = compiled(*jax.device_put(arrays, sharding))
+    assert {x.split()[0] for x in collectives(compiled)} == ({"all-to-all"} if name == "sequence" else set())
+    assert out.sharding.is_equivalent_to(sharding, 4)
+    chex.assert_trees_all_close(out, expected()[0], atol=2e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -279,3 +293,56 @@ def test_targets_of_a_ring_are_those_of_the_sequence(layout):
     for f in (next_token_targets, jax.jit(next_token_targets, static_argnames=("seq_len", "ring"))):
         found = f(*stored, seq_len=61, ring=ring)
         chex.assert_trees_all_equal(tuple(ring.unshard(x, length=61) for x in found), wanted)
+
+
+# ---------------------------------------------------------------------------------------------------------- parameters
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_fsdp", "has_ring"),
+    [
+        ("explicit", False, True),
+        pytest.param("explicit", False, False, marks=pytest.mark.slow),
+        pytest.param("explicit", True, True, marks=pytest.mark.slow),
+        pytest.param("explicit", True, False, marks=pytest.mark.slow),
+        pytest.param("auto", False, False, marks=pytest.mark.slow),
+        pytest.param("auto", True, True, marks=pytest.mark.slow),
+    ],
+)
+def test_gradients_of_a_model_need_no_placement_of_its_parameters(kind, is_fsdp, has_ring):
+    ring = rj.Ring(mesh_of(kind, (2, 4), ("data", "ring")), batch_axis="data")
+    config = LongNetConfig.tiny(vocab_size=32, num_layers=1, pattern=rj.DilationPattern((16, 64), (1, 4)))
+    tokens = np.random.default_rng(0).integers(32, size=(4, 64)).astype(np.int32)
+
+    def run(ring, place, tokens):
+        model = LongNetDecoder(config, ring=ring, rngs=nnx.Rngs(0))
+        graph, params = nnx.split(model)
+        f = lambda p, tokens: nnx.merge(graph, p)(tokens).mean()  # noqa: E731
+        return jax.jit(jax.value_and_grad(f), compiler_options=QUICK)(jax.tree.map(place, params), tokens)
+
+    def fsdp(x):
+        return jax.device_put(x, jax.NamedSharding(ring.mesh, jax.P(*(None,) * (x.ndim - 1), "data")))
+
+    got = run(ring if has_ring else None, fsdp if is_fsdp else lambda x: x, ring.shard(tokens))
+    chex.assert_trees_all_close(got, run(None, lambda x: x, tokens), atol=2e-6, rtol=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("framework", ["nnx", "linen"])
+def test_gradients_of_a_layer_need_no_placement_of_its_parameters(framework):
+    ring = rj.Ring(mesh_of("explicit", (2, 4), ("data", "ring")), batch_axis="data")
+    x = np.random.default_rng(0).normal(size=(2, 64, 16)).astype(np.float32)
+
+    def run(ring, x):
+        options = {"is_causal": True, "sub_norm": True, "sinks": True, "ring": ring}
+        if framework == "linen":
+            alone = linen.DilatedSelfAttention(2, CASE.pattern, **(options | {"ring": None}))
+            params = alone.init(jax.random.key(0), jnp.ones((1, 64, 16)))
+            apply = linen.DilatedSelfAttention(2, CASE.pattern, **options).apply
+        else:
+            graph, params = nnx.split(DilatedSelfAttention(2, 16, CASE.pattern, **options, rngs=nnx.Rngs(0)))
+            apply = lambda p, x: nnx.merge(graph, p)(x)  # noqa: E731
+        f = jax.value_and_grad(lambda p, x: (apply(p, x) ** 2).mean())
+        return jax.jit(f, compiler_options=QUICK)(params, x)
+
+    chex.assert_trees_all_close(run(ring, ring.shard(x)), run(None, x), atol=2e-6, rtol=2e-5)

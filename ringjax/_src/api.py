@@ -107,8 +107,10 @@ def dilated_attention(
             does not affect sinks.
         return_lse: Whether to return the log-sum-exp of each query's scores too. Differentiable, so that attention to
             other keys can be merged with it. Dropout does not affect it, and ``mixing="detached"`` does not detach it.
-        ring: The devices that share the sequence, or None for a single device. With a ring, all arrays are in the
-            ring's layout (see `to_layout`) and stay sharded over it.
+        ring: The devices that share the sequence. With a ring, all arrays are in its layout (see `Ring.shard`) and stay
+            sharded over it. Without one, arrays on several devices are computed where they are: a sharded batch or
+            sharded heads need no communication, and a sharded sequence is in sequence order. Under `jax.jit`, the
+            arrays must have been placed on the devices, or their mesh set by `jax.set_mesh`.
         implementation: None selects the kernels of the platform that the program runs on where they apply, and plain
             XLA elsewhere (see `plan`). ``"xla"``, ``"pallas"`` (TPU and GPU) and ``"native"`` (CPU, compiled on first
             use) force one implementation. ``"interpret_tpu"`` and ``"interpret_gpu"`` interpret the Pallas kernels on

@@ -92,8 +92,9 @@ def on_ring(spec: AttentionSpec, ring: Ring, shard: Shard) -> ShardedCall | None
 
 def from_types(spec: AttentionSpec, shard: Shard) -> ShardedCall | None:
     """Returns the call on the mesh of the arrays, or None if they are on a single device or inside `shard_map`."""
-    mesh = next((m for x in shard[:3] if not (m := jax.typeof(x).sharding.mesh).empty), None)
-    if mesh is None or mesh.size == 1 or mesh.manual_axes or jax.sharding.get_abstract_mesh().manual_axes:
+    ambient = jax.sharding.get_abstract_mesh()  # the types of arguments of `jit(in_shardings=...)` have no mesh
+    mesh = next((m for x in shard[:3] if not (m := jax.typeof(x).sharding.mesh).empty), ambient)
+    if mesh.empty or mesh.size == 1 or mesh.manual_axes or ambient.manual_axes:
         return None
     if not mesh.explicit_axes:
         return None if mesh.abstract_device is None else ShardedCall(spec)  # the compiler partitions for real devices

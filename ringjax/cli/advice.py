@@ -87,9 +87,12 @@ def _alignment(plan: Plan) -> Iterator[Finding]:
 def _balance(job: PlanOptions, plan: Plan) -> Iterator[Finding]:
     if plan.balance > 1.05:
         is_uneven = job.is_causal and plan.spec.layout == "contiguous" and any(b.hops for b in plan.branches)
-        length = f"use a length that is a multiple of {2 * job.ring_size} times the largest rate"
+        fix = f"use a length that is a multiple of {2 * job.ring_size} times the largest rate"
+        if not all(branch.is_aligned for branch in plan.branches):
+            length = plan.aligned_length
+            fix = f"align the branches: --stored-length {length}" if length else "use lengths that are powers of two"
         about = f"the busiest device does {plan.balance:.2f} times the mean work"
-        yield Finding(about, "--layout zigzag" if is_uneven else length)
+        yield Finding(about, "--layout zigzag" if is_uneven else fix)
 
 
 def _kernels(job: PlanOptions, plan: Plan) -> Iterator[Finding]:

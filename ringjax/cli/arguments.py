@@ -193,7 +193,9 @@ class PlanOptions:
         is_ring = self.ring_size > 1
         for layout in LAYOUTS if is_ring else LAYOUTS[:1]:
             for strategy in STRATEGIES if is_ring else STRATEGIES[:1]:
-                other = dataclasses.replace(self, layout=layout, strategy=strategy, stored_length=None)
+                is_whole = (self.stored_length or 0) % layout_named(layout).multiple(self.ring_size) == 0
+                stored = self.stored_length if is_whole else None
+                other = dataclasses.replace(self, layout=layout, strategy=strategy, stored_length=stored)
                 if not strategy.startswith("all_to_all") or _allows_exchange(other):
                     yield other
 

@@ -18,7 +18,7 @@ from ringjax.cli.output import flush_stdout
 
 # name -> help text; each is a module of this package with EXAMPLES, `add_arguments` and `run`
 COMMANDS = {
-    "plan": "predict messages, memory and time of an attention on a ring, with warnings and fixes",
+    "plan": "predict messages, memory and time of an attention call, with warnings and fixes",
     "draw": "draw the mask and coverage of a pattern, or the schedule of a ring",
     "aot": "compile ahead of time for a TPU or GPU topology and compare with the plan",
     "doctor": "report versions and devices, check results against the reference, and measure speed",

@@ -1,4 +1,4 @@
-"""`ringjax plan`: predicts the messages, memory and time of an attention on a ring."""
+"""`ringjax plan`: predicts the messages, memory and time of an attention call."""
 
 from __future__ import annotations
 

@@ -17,9 +17,10 @@ from jax import Array, lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
-from ringjax._src.comm.mesh import Ring, explicit_axes, stored_positions
+from ringjax._src.comm.mesh import Ring, stored_positions
 from ringjax._src.decode import DecodeCache
 from ringjax._src.flax.nnx import DilatedSelfAttention
+from ringjax._src.flax.placement import explicit_mesh, on_mesh
 from ringjax._src.flax.precision import compute_dtype
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import (
@@ -192,7 +193,7 @@ class BlockStack(nnx.Module):
 
     def normalized(self, x: Array) -> Array:
         """Applies the final norm, if there is one."""
-        return x if self.norm is None else self.norm(x)
+        return x if self.norm is None else on_mesh(self.norm, self.ring, x)(x)
 
     def states(
         self,
@@ -207,7 +208,7 @@ class BlockStack(nnx.Module):
             The output of the last block, `report` of the embeddings, and `report` of the output of each block, stacked.
         """
         config, each = self.config, None
-        if dropout_rng is not None:
+        if dropout_rng is not None and not self.blocks.attention.deterministic:
             each = (
                 jax.random.split(dropout_rng, config.num_layers),
                 jnp.linspace(0, config.drop_path_rate, config.num_layers),
@@ -216,10 +217,11 @@ class BlockStack(nnx.Module):
 
         def step(block: Block, x: Array, each: tuple[Array, Array] | None) -> tuple[Array, Any]:
             if each is None:
-                x = block(x, deterministic=True, **where)
+                x = block(x, **where)
             else:
                 key, path_rate = each
-                x = block(x, self._residual_dropout(key, path_rate), rngs=key, **where)
+                weights_key = key if config.attention_dropout_rate else None
+                x = block(x, self._residual_dropout(key, path_rate), dropout_rng=weights_key, **where)
             return x, report(x)
 
         first = report(x)
@@ -242,19 +244,21 @@ class BlockStack(nnx.Module):
         graph, state = nnx.split(self.blocks)
 
         def body(x: Array, layer: Any) -> tuple[Array, Any]:  # noqa: ANN401
-            return step(nnx.merge(graph, layer[0]), x, layer[1])
+            return step(on_mesh(nnx.merge(graph, layer[0]), self.ring, x), x, layer[1])
 
         in_loop = self.config.scan_layers
         if self.config.remat:
             body = jax.checkpoint(body, policy=KEEP_ATTENTION, prevent_cse=not in_loop)
         return lax.scan(body, x, (state, each), unroll=1 if in_loop else self.config.num_layers)
 
-    def sharding(self, over_ring: bool = True) -> NamedSharding | None:
-        """Returns the sharding of the residual stream on an explicit mesh, otherwise None."""
-        if self.ring is None or not explicit_axes(self.ring.resolve()):
+    def sharding(self, inputs: Array, over_ring: bool = True) -> NamedSharding | None:
+        """Returns the sharding of the residual stream of inputs (B, T) or (B, T, F) on an explicit mesh, or None."""
+        mesh = explicit_mesh(self.ring, inputs)
+        if mesh is None:
             return None
-        spec = PartitionSpec(self.ring.batch_axis, self.ring.axis_name if over_ring else None, None)
-        return NamedSharding(self.ring.resolve(), spec)
+        if self.ring is None:
+            return NamedSharding(mesh, PartitionSpec(*jax.typeof(inputs).sharding.spec[:2]))
+        return NamedSharding(mesh, PartitionSpec(self.ring.batch_axis, self.ring.axis_name if over_ring else None))
 
 
 def check_model(config: LongNetConfig, ring: Ring | None, rngs: nnx.Rngs) -> None:

@@ -36,6 +36,7 @@ from ringjax._src.comm.mesh import Ring, stored_positions
 from ringjax._src.decode import DecodeCache, generate, init_cache
 from ringjax._src.decode.cache import cache_specs, clipped_counts, reshard
 from ringjax._src.decode.sampling import check_sampling
+from ringjax._src.flax.placement import on_mesh
 from ringjax._src.validation import (
     MOST_POSITIONS,
     check_array,
@@ -104,7 +105,7 @@ class LongNetDecoder(BlockStack):
                 padding, where any value is allowed.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
             positions: Position of each token; by default its index in the sequence.
-            dropout_rng: A key for dropout and drop path; without a key, there is neither.
+            dropout_rng: A key for dropout and drop path; without a key, or after `eval()`, there is neither.
 
         Raises:
             ValueError: If an array has the wrong shape or dtype, or `seq_len` exceeds the length of `tokens`.
@@ -112,7 +113,7 @@ class LongNetDecoder(BlockStack):
         check_tokens("tokens", tokens)
         self.check_rows(tokens.shape, segment_ids, seq_len, positions, dropout_rng)
         is_real = self.is_real(segment_ids, seq_len, tokens.shape[1])
-        x = lookup(self.embed, "tokens", tokens, is_real, self.sharding())
+        x = self._embedded(tokens, is_real)
         x = self.features(x, dropout_rng, segment_ids=segment_ids, seq_len=seq_len, positions=positions)
         return self._logits(x)
 
@@ -146,7 +147,7 @@ class LongNetDecoder(BlockStack):
             ends = jnp.asarray(check_counts("lengths", lengths, batch, length))
             is_real = stored_positions(self.ring, length)[None] < ends[:, None]
         empty = self._empty_cache(batch, max_len)
-        x = lookup(self.embed, "tokens", tokens, is_real, self.sharding())
+        x = self._embedded(tokens, is_real)
         x, stacked = self.run(lambda block, x, _: block.prefill(x, empty, lengths), x)
         return self._logits(self.normalized(x)), tuple(tree_index(stacked, i) for i in range(self.config.num_layers))
 
@@ -183,9 +184,10 @@ class LongNetDecoder(BlockStack):
             ends = jnp.asarray(check_counts("counts", counts, *tokens.shape))
             is_real = jnp.arange(tokens.shape[1], dtype=ends.dtype)[None] < ends[:, None]
         graph, state = nnx.split(self.blocks)
-        x, after = lookup(self.embed, "tokens", tokens, is_real, self.sharding(over_ring=False)), []
+        x, after = self._embedded(tokens, is_real, over_ring=False), []
         for i, cache in enumerate(caches):
-            x, cache = nnx.merge(graph, tree_index(state, i)).extend(x, cache, counts)  # noqa: PLW2901
+            block = on_mesh(nnx.merge(graph, tree_index(state, i)), self.ring, x)
+            x, cache = block.extend(x, cache, counts)  # noqa: PLW2901
             after.append(cache)
         return self._logits(self.normalized(x)), tuple(after)
 
@@ -244,8 +246,15 @@ class LongNetDecoder(BlockStack):
         cache = init_cache(core.pattern, batch, core.num_kv_heads, core.head_dim, max_len, dtype, ring=self.ring)
         return cache if self.ring is None else reshard(self.ring, cache, cache_specs(cache, self.ring))
 
+    def _embedded(self, tokens: Array, is_real: Array | None, over_ring: bool = True) -> Array:
+        embed = on_mesh(self.embed, self.ring, tokens)
+        return lookup(embed, "tokens", tokens, is_real, self.sharding(tokens, over_ring))
+
     def _logits(self, x: Array) -> Array:
-        kernel = self.embed.embedding[...].T if self.head is None else self.head.kernel[...]
+        if self.head is None:
+            kernel = on_mesh(self.embed, self.ring, x).embedding[...].T
+        else:
+            kernel = on_mesh(self.head, self.ring, x).kernel[...]
         return jnp.matmul(x, kernel.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
@@ -313,9 +322,10 @@ class LongNetEncoder(BlockStack):
         self.check_rows(shape, segment_ids, seq_len, positions, dropout_rng)
         is_real = self.is_real(segment_ids, seq_len, shape[1])
         if isinstance(self.embed, nnx.Embed):
-            x = lookup(self.embed, "inputs", inputs, is_real, self.sharding())
+            embed = on_mesh(self.embed, self.ring, inputs)
+            x = lookup(embed, "inputs", inputs, is_real, self.sharding(inputs))
         elif self.embed is not None:
-            x = self.embed(inputs, out_sharding=self.sharding())
+            x = on_mesh(self.embed, self.ring, inputs)(inputs, out_sharding=self.sharding(inputs))
         else:
             x = jnp.asarray(inputs).astype(jnp.dtype(self.config.dtype))
         x = self.features(x, dropout_rng, segment_ids=segment_ids, seq_len=seq_len, positions=positions)

@@ -70,6 +70,8 @@ class SentMessage:
     between: Work  # the heaviest computation between start and done
     names: tuple[str, ...]  # of the kernels, loops and fusions between start and done
     bytes: int  # of the message
+    started: int  # position of the start in the computation
+    ended: int  # position of the done, or of the start if it is synchronous
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,15 @@ class Schedule:
     def hidden(self, by: tuple[Work, ...] = ("kernel",)) -> tuple[SentMessage, ...]:
         """Returns the asynchronous messages of hop loops that overlap with such work."""
         return tuple(permute for permute in self.in_hop_loops if permute.is_async and permute.between in by)
+
+    @property
+    def hops_in_flight(self) -> int:
+        """The most messages of a hop loop that are in flight at once."""
+        hops = self.in_hop_loops
+        return max(
+            (sum(y.computation == x.computation and y.started <= x.started < y.ended for y in hops) for x in hops),
+            default=0,
+        )
 
     @property
     def vmem_bytes(self) -> int | None:
@@ -234,7 +245,8 @@ def _message(op: str, at: int, computation: str, program: Program, in_hop_loop: 
     work = [_work(x, program) for x in between]
     names = tuple(x.name for x, kind in zip(between, work, strict=True) if kind != "nothing")
     size = sum(first_array(x.shape)[1] for x in lines if x.name in start.operands)
-    return SentMessage(op, start.name, computation, is_pair, in_hop_loop, _heaviest(work), names, size)
+    ended = ends[0] if is_pair and ends else at
+    return SentMessage(op, start.name, computation, is_pair, in_hop_loop, _heaviest(work), names, size, at, ended)
 
 
 def _work(x: Instruction, program: Program) -> Work:

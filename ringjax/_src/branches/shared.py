@@ -1,7 +1,8 @@
 """What branches that share segments between devices have in common: packing, pieces, and attention to packed rows.
 
-A subclass implements the communication: `send`, `attend_all` and `attend_all_bwd`. Branches with large messages send
-their heads in several *pieces*, one after the other, to save memory.
+A subclass implements the communication. If only keys and values travel, it implements `send` and `attend_all`;
+otherwise it overrides `send_rows` and `attend_rows`, which call these. Both implement `attend_all_bwd`. Branches with
+large messages send their heads in several *pieces*, one after the other, to save memory.
 """
 
 from __future__ import annotations

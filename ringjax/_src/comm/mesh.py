@@ -295,7 +295,7 @@ class Ring:
         if stored != length and seq_len is None and not fill < 0:
             warnings.warn(
                 f"`x` is padded from length {length} to {stored}: pass `seq_len={length}` to the attention, which "
-                "otherwise attends to the padding, and to `shard`, to confirm that.",
+                "otherwise attends to the padding unless it is causal, and to `shard` to silence this warning.",
                 stacklevel=3,
             )
 

@@ -8,12 +8,13 @@ from typing import Any, cast
 import jax.numpy as jnp
 from flax import linen as nn
 from jax import Array, lax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Float, Int
 
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import AxisName
+from ringjax._src.flax.placement import param_on_mesh
 from ringjax._src.flax.self_attention import Initializer, PositionKind, check_layer, flat_initializer, self_attention
 from ringjax._src.kernels.dispatch import Implementation
 from ringjax._src.pattern import DilationPattern
@@ -111,7 +112,7 @@ class DilatedSelfAttention(nn.Module):
             name: getattr(self, name) for name in ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init")
         }
         out_features = check_layer(core, self.out_features, self.norm_epsilon, flags, options)
-        projection: Any = functools.partial(_Projection, mesh=core.mesh, **options)
+        projection: Any = functools.partial(_Projection, ring=self.ring, mesh=core.mesh, **options)
         query, key, value = (
             projection((core.in_features, heads, core.head_dim), 1, over=(None, core.head_axis, None), name=name)(x)
             for name, heads in {"query": core.num_heads, "key": core.num_kv_heads, "value": core.num_kv_heads}.items()
@@ -159,6 +160,7 @@ class _Projection(nn.Module):
     param_dtype: DTypeLike
     kernel_init: Initializer
     bias_init: Initializer
+    ring: Ring | None
     mesh: Mesh | None
 
     @nn.compact
@@ -170,6 +172,7 @@ class _Projection(nn.Module):
         if self.use_bias:
             bias_init = sharded_initializer(self.bias_init, self.over[self.contracted :], self.mesh)
             bias = self.param("bias", bias_init, self.shape[self.contracted :], self.param_dtype)
+        kernel = param_on_mesh(kernel, PartitionSpec(*self.over), self.ring, x)
         x, kernel, bias = nn.dtypes.promote_dtype(x, kernel, bias, dtype=self.dtype)
         first = x.ndim - self.contracted
         summed = (tuple(range(first, x.ndim)), tuple(range(self.contracted)))

@@ -15,12 +15,11 @@ from ringjax._src.api import dilated_attention
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode import DecodeCache
+from ringjax._src.flax.placement import on_mesh
 from ringjax._src.flax.self_attention import Initializer, PositionKind, SelfAttention, check_layer, self_attention
 from ringjax._src.kernels.dispatch import Implementation
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import check_bool, check_instance, check_key
-
-_KERNEL_INIT, _BIAS_INIT = nnx.initializers.lecun_normal(), nnx.initializers.zeros_init()
 
 
 class DilatedSelfAttention(nnx.Module):
@@ -87,8 +86,8 @@ class DilatedSelfAttention(nnx.Module):
         use_bias: bool = True,
         dtype: DTypeLike | None = None,
         param_dtype: DTypeLike = jnp.float32,
-        kernel_init: Initializer = _KERNEL_INIT,
-        bias_init: Initializer = _BIAS_INIT,
+        kernel_init: Initializer = nnx.initializers.lecun_normal(),
+        bias_init: Initializer = nnx.initializers.zeros_init(),
         ring: Ring | None = None,
         implementation: Implementation | None = None,
         rngs: nnx.Rngs,
@@ -170,7 +169,9 @@ class DilatedSelfAttention(nnx.Module):
         """
         self.core.check_call(x, positions, segment_ids, seq_len)
         options: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "seq_len": seq_len}
-        return self._projected(self._attend(*self._project(x), **options, deterministic=deterministic, rngs=rngs))
+        options["dropout_rng"] = self._dropout_rng(self.deterministic if deterministic is None else deterministic, rngs)
+        layer = on_mesh(self, self.core.ring, x)
+        return layer._projected(layer._attend(*layer._project(x), **options))
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values."""
@@ -185,11 +186,9 @@ class DilatedSelfAttention(nnx.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         seq_len: int | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
+        dropout_rng: Array | None = None,
     ) -> Array:
-        """Computes attention (batch..., length, heads, dim); the options are those of a call."""
-        dropout_rng = self._dropout_rng(self.deterministic if deterministic is None else deterministic, rngs)
+        """Computes attention (batch..., length, heads, dim), with dropout if there is a key."""
         return self.core(
             query,
             key,
@@ -238,8 +237,10 @@ class DilatedSelfAttention(nnx.Module):
                 or `x` or `lengths` has another shape.
         """
         self.core.check_decoding(x, cache, "lengths", lengths)
-        attended, cache = self.core.prefill(self.query(x), self.key(x), self.value(x), cache, lengths, self._sinks())
-        return self._projected(attended), cache
+        layer = on_mesh(self, self.core.ring, x)
+        projected = layer.query(x), layer.key(x), layer.value(x)
+        attended, cache = self.core.prefill(*projected, cache, lengths, layer._sinks())
+        return layer._projected(attended), cache
 
     def extend(
         self, x: Float[Array, "B n in_features"], cache: DecodeCache, counts: Int[ArrayLike, " B"] | None = None
@@ -256,8 +257,10 @@ class DilatedSelfAttention(nnx.Module):
                 shape.
         """
         self.core.check_decoding(x, cache, "counts", counts)
-        attended, cache = self.core.extend(self.query(x), self.key(x), self.value(x), cache, counts, self._sinks())
-        return self._projected(attended, over_ring=False), cache
+        layer = on_mesh(self, self.core.ring, x)
+        projected = layer.query(x), layer.key(x), layer.value(x)
+        attended, cache = self.core.extend(*projected, cache, counts, layer._sinks())
+        return layer._projected(attended, over_ring=False), cache
 
     def _sinks(self) -> Array | None:
         return None if self.sink_logits is None else self.sink_logits[...]

@@ -105,9 +105,8 @@ def _lower(on: str | None) -> Callable[..., Any]:
                 if "automatically partitioned" not in str(error):
                     raise
                 raise NotImplementedError(
-                    "The TPU kernels cannot be partitioned by the compiler: pass how arrays are sharded, by "
-                    "`ring=Ring(mesh, batch_axis=...)` (its ring axis may have one device), or use "
-                    '`implementation="xla"`.'
+                    "The TPU kernels cannot be partitioned by the compiler: place the arrays on the devices before "
+                    "`jit`, set the mesh by `jax.set_mesh`, or pass `ring=Ring(mesh, axis_name=None, batch_axis=...)`."
                 ) from error
 
     return rule

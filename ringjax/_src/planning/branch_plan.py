@@ -295,11 +295,12 @@ class _SharedRows(NamedTuple):
     def _refuse(self) -> NoReturn:
         spec, name = self.spec, f"{self.branch.segment_length}/{self.branch.rate}"
         teams = "all" if spec.strategy == "all_to_all" or not self.selection.is_aligned else "teams"
-        others = "'ring' or 'auto'" if spec.strategy == "all_to_all_ring" else "'all_to_all_ring', 'ring' or 'auto'"
+        others = "'all_to_all_ring', 'ring' or 'auto'" if self._exchanges() else "'ring' or 'auto'"
+        query_heads = f"{spec.q_per_kv} query head{'s' if spec.q_per_kv > 1 else ''}"
         raise ValueError(
             f"`strategy={spec.strategy!r}` must share the heads of branch {name} evenly among {teams} of the "
             f"{self._exchange_group} devices that share a segment, got {self.heads} key/value heads with "
-            f"{spec.q_per_kv} query heads each on a device: use {others}, or a ring whose size divides the number of "
+            f"{query_heads} each on a device: use {others}, or a ring whose size divides the number of "
             "heads."
         )
 

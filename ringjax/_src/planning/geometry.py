@@ -30,8 +30,9 @@ def unmet_segment_rules(spec: AttentionSpec, branch: Branch) -> list[str]:
     """Returns the unmet conditions for sharing the segments of a branch by neighboring devices."""
     chunk, p, w = spec.chunk_length, spec.ring_size, branch.segment_length
     spans = w // chunk
+    fit = f"divide chunks of {chunk}" if w < chunk else f"consist of whole chunks of {chunk}"
     rules = {
-        f"segments of {w} must consist of whole chunks of {chunk}": w % chunk == 0,
+        f"segments of {w} must {fit}": w % chunk == 0,
         f"segments of {w} must divide the stored length {spec.stored_length}": spec.stored_length % w == 0,
         f"the {spans} chunks of a segment must divide the {p} devices": spans > p or spans == 0 or p % spans == 0,
     }
