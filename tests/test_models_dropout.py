@@ -45,7 +45,7 @@ def test_drop_path_skips_layers_of_whole_sequences():
 
     @COMPILE
     def outputs(x):
-        dropped = block(x, ResidualDropout(jax.random.key(3), 0.0, jnp.float32(0.5)), deterministic=True)
+        dropped = block(x, ResidualDropout(jax.random.key(3), 0.0, jnp.float32(0.5)))
         combinations = []
         for attention, feed_forward in itertools.product((0.0, 2.0), repeat=2):
             after = x + attention * block.attention(block.attention_norm(x), deterministic=True)
@@ -65,6 +65,9 @@ def test_dropout_needs_a_key_and_depends_on_it():
     assert error(one, same) == 0 and error(one, other) > 0.1
     assert error(COMPILE(encoder)(X), COMPILE(encoder_of())(X)) <= 1e-6
     assert error(one, COMPILE(encoder)(X)) > 0.1
+    quiet = LongNetEncoder(config_of(dropout_rate=0.2), rngs=nnx.Rngs(0))
+    quiet.eval()
+    assert error(COMPILE(lambda x: quiet(x, dropout_rng=jax.random.key(1)))(X), COMPILE(encoder)(X)) <= 1e-6
 
 
 def test_rematerialized_blocks_drop_the_same():

@@ -10,7 +10,7 @@ import pytest
 import torchscale_reference as reference
 from cases import QUICK, error
 from flax import nnx
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 import ringjax as rj
 from ringjax.models import LongNetConfig, SlideEncoder, slide, slide_inputs
@@ -225,20 +225,21 @@ MESH = {"contiguous": (4, 1), "zigzag": (2, 2)}
 
 
 @pytest.mark.parametrize(
-    ("layout", "strategy", "grad"),
+    ("layout", "strategy", "grad", "axis_type"),
     [
-        ("zigzag", "ring", False),
-        pytest.param("contiguous", "all_to_all", True, marks=pytest.mark.slow),
-        pytest.param("zigzag", "all_to_all", False, marks=pytest.mark.slow),
-        pytest.param("contiguous", "all_gather", True, marks=pytest.mark.slow),
-        pytest.param("zigzag", "ring", True, marks=pytest.mark.slow),
+        ("zigzag", "ring", False, AxisType.Explicit),
+        pytest.param("contiguous", "all_to_all", True, AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param("zigzag", "all_to_all", False, AxisType.Auto, marks=pytest.mark.slow),
+        pytest.param("contiguous", "all_gather", True, AxisType.Explicit, marks=pytest.mark.slow),
+        pytest.param("zigzag", "ring", True, AxisType.Auto, marks=pytest.mark.slow),
     ],
 )
-def test_a_ring_gives_the_embeddings_of_one_device(layout, strategy, grad):
+def test_a_ring_gives_the_embeddings_of_one_device(layout, strategy, grad, axis_type):
     lengths = np.array([300, 90])
     tiles, coordinates = batch_of(lengths, fill=0.0)
     size, batch = MESH[layout]
-    mesh = Mesh(np.array(jax.devices()[: size * batch]).reshape(batch, size), ("batch", "ring"))
+    devices = np.array(jax.devices()[: size * batch]).reshape(batch, size)
+    mesh = Mesh(devices, ("batch", "ring"), axis_types=(axis_type, axis_type))
     ring = rj.Ring(mesh, layout=layout, strategy=strategy, batch_axis="batch")
 
     def outputs(ring):

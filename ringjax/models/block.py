@@ -208,7 +208,7 @@ class BlockStack(nnx.Module):
             The output of the last block, `report` of the embeddings, and `report` of the output of each block, stacked.
         """
         config, each = self.config, None
-        if dropout_rng is not None:
+        if dropout_rng is not None and not self.blocks.attention.deterministic:
             each = (
                 jax.random.split(dropout_rng, config.num_layers),
                 jnp.linspace(0, config.drop_path_rate, config.num_layers),
@@ -217,10 +217,11 @@ class BlockStack(nnx.Module):
 
         def step(block: Block, x: Array, each: tuple[Array, Array] | None) -> tuple[Array, Any]:
             if each is None:
-                x = block(x, deterministic=True, **where)
+                x = block(x, **where)
             else:
                 key, path_rate = each
-                x = block(x, self._residual_dropout(key, path_rate), rngs=key, **where)
+                weights_key = key if config.attention_dropout_rate else None
+                x = block(x, self._residual_dropout(key, path_rate), dropout_rng=weights_key, **where)
             return x, report(x)
 
         first = report(x)

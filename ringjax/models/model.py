@@ -105,7 +105,7 @@ class LongNetDecoder(BlockStack):
                 padding, where any value is allowed.
             segment_ids, seq_len: Documents and padding, as for `dilated_attention`.
             positions: Position of each token; by default its index in the sequence.
-            dropout_rng: A key for dropout and drop path; without a key, there is neither.
+            dropout_rng: A key for dropout and drop path; without a key, or after `eval()`, there is neither.
 
         Raises:
             ValueError: If an array has the wrong shape or dtype, or `seq_len` exceeds the length of `tokens`.

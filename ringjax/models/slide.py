@@ -12,13 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import Array, lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int, Real
 
 from ringjax._src import debug
 from ringjax._src.attention_rows import check_rows
 from ringjax._src.comm.mesh import Ring, stored_positions
-from ringjax._src.flax.placement import on_mesh
+from ringjax._src.flax.placement import on_mesh, param_on_mesh
 from ringjax._src.online_softmax import accumulator
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import check_bool, check_choice, check_int, check_key, check_optional
@@ -170,7 +171,7 @@ class SlideEncoder(nnx.Module):
                 the embedding without `all_layers`, as in the original.
             return_tiles: Whether to return the outputs of the tiles too.
             tile_size: Distance of neighboring tiles in the unit of the coordinates.
-            dropout_rng: A `jax.random` key for dropout and drop path; without a key, there is neither.
+            dropout_rng: A key for dropout and drop path; without a key, or after `eval()`, there is neither.
 
         Returns:
             Embeddings of shape (B, F) in at least float32, or (num_layers + 1, B, F) with `all_layers`. With
@@ -302,9 +303,10 @@ class SlideEncoder(nnx.Module):
         is_tile = ((position > 0) & (position <= inputs.lengths[:, None]))[..., None]
         tiles = jnp.where(is_tile, inputs.tiles, jnp.zeros_like(inputs.tiles))  # padding may contain NaN
         grid = jnp.where(is_tile, inputs.grid, 0)
-        x = on_mesh(self.embed, self.ring, tiles)(tiles, out_sharding=self.encoder.sharding(tiles))
-        x = x + position_embedding(grid, self.config.features, x.dtype)
-        cls_token = self.cls_token[...].astype(x.dtype)[None, None]
+        sharding = self.encoder.sharding(tiles)
+        x = on_mesh(self.embed, self.ring, tiles)(tiles, out_sharding=sharding)
+        x = x + position_embedding(grid, self.config.features, x.dtype, sharding)
+        cls_token = param_on_mesh(self.cls_token[...], PartitionSpec(), self.ring, x).astype(x.dtype)[None, None]
         return jnp.where(position[..., None] == 0, cls_token, x), position
 
 
@@ -347,11 +349,12 @@ def _encode(
         embedding = encoder.normalized(pooled(x))  # the norm of one row instead of all
     else:
         embedding = pooled(encoder.normalized(x))
+    norm = on_mesh(model.norm, model.ring, x)
     if not options.return_tiles:
-        return model.norm(embedding), None
-    outputs = model.norm(encoder.normalized(x)).astype(x.dtype)
+        return norm(embedding), None
+    outputs = norm(encoder.normalized(x)).astype(x.dtype)
     outputs = jnp.where((ids == 0)[..., None], outputs, jnp.zeros_like(outputs))
-    return model.norm(embedding), outputs if model.ring is None else model.ring.unshard(outputs)
+    return norm(embedding), outputs if model.ring is None else model.ring.unshard(outputs)
 
 
 @functools.partial(jax.jit, static_argnames="reports")
@@ -370,10 +373,10 @@ def _attention_inputs(
     block_graph, blocks = nnx.split(model.encoder.blocks)
 
     def block(index: Array) -> Block:
-        return nnx.merge(block_graph, tree_index(blocks, index))
+        return on_mesh(nnx.merge(block_graph, tree_index(blocks, index)), model.ring, x)
 
     def step(index: Array, x: Array) -> Array:
-        return block(index)(x, deterministic=True, segment_ids=ids)
+        return block(index)(x, segment_ids=ids)
 
     x = lax.fori_loop(jnp.zeros_like(layer), layer, step, x)
     query, key, lse = block(layer).attention_inputs(x, segment_ids=ids, seq_len=None)

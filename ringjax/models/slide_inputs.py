@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.sharding import NamedSharding
 from jax.typing import ArrayLike, DTypeLike
 
 from ringjax._src.comm.layout import layout_named
@@ -74,14 +75,20 @@ def prepare(
     return SlideInputs(padded[0], padded[1], clipped_counts("lengths", counts, batch, length, least=1))
 
 
-def position_embedding(grid: Array, features: int, dtype: DTypeLike) -> Array:
+def position_embedding(grid: Array, features: int, dtype: DTypeLike, out_sharding: NamedSharding | None) -> Array:
     """Returns the 2-D sine-cosine embedding of grid indices (..., 2): of the second one, then of the first one.
 
     One axis has at most 1000 values, whose embeddings are computed in float64. An index outside the grid gives NaN.
     """
     table = jnp.asarray(_axis_embedding(features), dtype)
-    looked_up = table.at[grid].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
-    return jnp.concatenate([looked_up[..., 1, :], looked_up[..., 0, :]], axis=-1)
+    if out_sharding is None:
+        return _look_up(table, grid)
+    return jax.sharding.auto_axes(_look_up, out_sharding=out_sharding)(table, grid)
+
+
+def _look_up(table: Array, grid: Array) -> Array:
+    found = table.at[grid].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
+    return jnp.concatenate([found[..., 1, :], found[..., 0, :]], axis=-1)
 
 
 def segment_ids(position: Array, lengths: Array) -> Array:

@@ -169,8 +169,9 @@ class DilatedSelfAttention(nnx.Module):
         """
         self.core.check_call(x, positions, segment_ids, seq_len)
         options: dict[str, Any] = {"positions": positions, "segment_ids": segment_ids, "seq_len": seq_len}
+        options["dropout_rng"] = self._dropout_rng(self.deterministic if deterministic is None else deterministic, rngs)
         layer = on_mesh(self, self.core.ring, x)
-        return layer._projected(layer._attend(*layer._project(x), **options, deterministic=deterministic, rngs=rngs))
+        return layer._projected(layer._attend(*layer._project(x), **options))
 
     def _project(self, x: Array) -> tuple[Array, Array, Array]:
         """Returns queries, keys and values."""
@@ -185,11 +186,9 @@ class DilatedSelfAttention(nnx.Module):
         positions: Array | None = None,
         segment_ids: Array | None = None,
         seq_len: int | None = None,
-        deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | Array | None = None,
+        dropout_rng: Array | None = None,
     ) -> Array:
-        """Computes attention (batch..., length, heads, dim); the options are those of a call."""
-        dropout_rng = self._dropout_rng(self.deterministic if deterministic is None else deterministic, rngs)
+        """Computes attention (batch..., length, heads, dim), with dropout if there is a key."""
         return self.core(
             query,
             key,
