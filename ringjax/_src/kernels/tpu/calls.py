@@ -46,9 +46,9 @@ def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> P
     if operands.pairs is None:
         return attend_packed(attend, prior, operands, config)
     kernel = _kernel_config(operands, config, is_bwd=False)
-    tiles = tiling(kernel, operands.batch, is_bwd=False)
+    tiles, has_prior = tiling(kernel, operands.batch), _has_prior(operands, config)
     for rows in _packed_rows(operands, kernel):
-        prior = forward(prior, rows, config=kernel, tiles=tiles)
+        prior, has_prior = forward(prior, rows, config=kernel, tiles=tiles, has_prior=has_prior), True
     return prior
 
 
@@ -57,13 +57,20 @@ def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: A
     if operands.pairs is None:
         return attend_bwd_packed(attend_bwd, grads, operands, residuals, config)
     kernel = _kernel_config(operands, config, is_bwd=True)
-    tiles = tiling(kernel, operands.batch, is_bwd=True)
+    tiles, has_prior = tiling(kernel, operands.batch), _has_prior(operands, config)
     dq, (dkv,) = grads
     given = _output_grads(residuals, config.output_divisor)
     for rows in _packed_rows(operands, kernel):
         rows = rows._replace(ranges=kernel.q_block_ranges(rows.ranges))
-        dq, dkv = gradient(dq, dkv, rows, given, config=kernel, tiles=tiles)
+        dq, dkv = gradient(dq, dkv, rows, given, config=kernel, tiles=tiles, has_prior=has_prior)
+        has_prior = True
     return Grads(dq, (dkv,))
+
+
+def _has_prior(operands: Operands, config: AttendConfig) -> bool:
+    """Returns whether a kernel must read what it adds to; if not, it writes all chunks, and all of them have work."""
+    assert operands.pairs is not None
+    return not config.is_prior_empty or operands.query.shape[1] > 1 or operands.pairs.active is not None
 
 
 def _kernel_config(operands: Operands, config: AttendConfig, *, is_bwd: bool) -> KernelConfig:
@@ -117,18 +124,27 @@ def _output_grads(residuals: Residuals, divisor: int) -> OutputGrads:
     return OutputGrads(residuals.dout, jnp.stack([lse, residuals.delta * divisor], axis=2))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "tiles"))
-def forward(prior: PartialSoftmax, rows: PackedRows, *, config: KernelConfig, tiles: Tiling) -> PartialSoftmax:
-    """Merges the attention of the queries into `prior`, (N, C, n * G, H) and (N, C, n * G)."""
-    out, lse = forward_call(prior, rows, config, tiles).run()
+@functools.partial(jax.jit, static_argnames=("config", "tiles", "has_prior"))
+def forward(
+    prior: PartialSoftmax, rows: PackedRows, *, config: KernelConfig, tiles: Tiling, has_prior: bool = True
+) -> PartialSoftmax:
+    """Merges the attention of the queries into `prior`, (N, C, n * G, H) and (N, C, n * G), which may be empty."""
+    out, lse = forward_call(prior, rows, config, tiles).run(has_prior=has_prior)
     return PartialSoftmax(out, lse[:, :, 0])
 
 
-@functools.partial(jax.jit, static_argnames=("config", "tiles"))
+@functools.partial(jax.jit, static_argnames=("config", "tiles", "has_prior"))
 def gradient(
-    dq: Array, dkv: Array, rows: PackedRows, given: OutputGrads, *, config: KernelConfig, tiles: Tiling
+    dq: Array,
+    dkv: Array,
+    rows: PackedRows,
+    given: OutputGrads,
+    *,
+    config: KernelConfig,
+    tiles: Tiling,
+    has_prior: bool = True,
 ) -> tuple[Array, Array]:
-    """Adds the gradients to `dq` (N, C, n * G, H) and `dkv` (2, N, C, n, H).
+    """Adds the gradients to `dq` (N, C, n * G, H) and `dkv` (2, N, C, n, H), which may be zero.
 
     A call has the gradients of all its query blocks in VMEM, so more rows than fit take several calls.
     """
@@ -136,11 +152,12 @@ def gradient(
     def run(index: Array | int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         first_block = jnp.zeros_like(rows.chunks[:1]) + index * group
         of_group = rows._replace(chunks=jnp.concatenate([rows.chunks, first_block]))
-        new_dq, new_dkv = gradient_call(*sums, of_group, given, config, tiles, group).run()
+        new_dq, new_dkv = gradient_call(*sums, of_group, given, config, tiles, group).run(has_prior=has_prior)
         return new_dq, new_dkv
 
     group = query_group(config, dq.shape[-1])
-    if group >= config.query_blocks:
+    has_prior = has_prior or group < config.query_blocks
+    if group == config.query_blocks:
         return run(0, (dq, dkv))
     return jax.lax.fori_loop(0, ceil_div(config.query_blocks, group), run, (dq, dkv))
 
@@ -264,22 +281,23 @@ class Call(NamedTuple):
     sums: list[tuple[Array, pl.BlockSpec]]  # arrays that are both inputs and outputs, and their specs
     scratch: list[tuple[int, ...]]  # shapes of arrays that last from step to step
 
-    def run(self) -> list[Array]:
-        """Runs the kernel and returns the sums."""
+    def run(self, *, has_prior: bool) -> list[Array]:
+        """Runs the kernel and returns the sums. If they are still empty or zero, the kernel does not read them."""
         config, scalars = self.specs.config, (self.rows.chunks, self.rows.ranges)
         every, first = [*self.inputs, *self.sums], len(scalars) + len(self.inputs)
+        read = every if has_prior else self.inputs
         outer: Literal["parallel", "arbitrary"] = "parallel" if self.specs.outer == "query" else "arbitrary"
-        call = pl.pallas_call(
-            functools.partial(self.kernel, config=config, tiling=self.specs.tiling),
+        kernel = pl.pallas_call(
+            functools.partial(self.kernel, config=config, tiling=self.specs.tiling, has_prior=has_prior),
             out_shape=[shaped_like(array, *scalars) for array, _ in self.sums],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=self.specs.grid,
-                in_specs=[spec for _, spec in every],
+                in_specs=[spec for _, spec in read],
                 out_specs=[spec for _, spec in self.sums],
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in self.scratch],
             ),
-            input_output_aliases={first + i: i for i in range(len(self.sums))},
+            input_output_aliases={first + i: i for i in range(len(self.sums))} if has_prior else {},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", outer, "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
             ),
@@ -287,6 +305,7 @@ class Call(NamedTuple):
             name=f"ringjax_{self.name}",
             interpret=config.interpret,
         )
+        call = lambda *arrays: kernel(*arrays[: len(scalars) + len(read)])  # noqa: E731
         arrays = *scalars, *(array for array, _ in every)
         return call(*arrays) if config.interpret else on_its_platform("tpu", call, *arrays, sums=len(self.sums))
 

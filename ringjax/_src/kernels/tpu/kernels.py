@@ -33,28 +33,39 @@ def forward_kernel(
     *refs: Any,  # noqa: ANN401
     config: KernelConfig,
     tiling: Tiling,
+    has_prior: bool,
 ) -> None:
     """Merges the attention of a query block to its key blocks into the prior output and lse.
 
     The running maximum is the same in all lanes. Each lane sums up its own share of the denominator, which saves a
     reduction across lanes in every step.
     """
-    *mask_inputs, prior_out, prior_lse, out, lse, acc, maximum, denominator = refs
+    *inputs, out, lse, acc, maximum, denominator = refs
+    mask_inputs, priors = (inputs[:-2], inputs[-2:]) if has_prior else (inputs, ())
     step = _grid_step(ranges, config, tiling, inner_offset=None)
 
-    @pl.when(step.nth == 0)
-    def _() -> None:
+    def begin() -> None:
+        if not priors:
+            acc[...], denominator[...] = (jnp.zeros(x.shape, x.dtype) for x in (acc, denominator))
+            maximum[...] = jnp.full(maximum.shape, -jnp.inf, maximum.dtype)
+            return
+        prior_out, prior_lse = priors
         for task in range(tiling.tasks):
             start = _to_lanes(prior_lse[task, 0]) * LOG2_E
             is_one = (start != -jnp.inf) & (jax.lax.broadcasted_iota(jnp.int32, start.shape, 1) == 0)
             acc[task], maximum[task], denominator[task] = prior_out[task, 0], start, is_one.astype(start.dtype)
 
-    def attend(tile: _Tile) -> None:
-        task, rows, keys = tile.task, tile.rows, tile.keys
-        k, v = (_zero_past_end(kv[i, task, 0, keys], step.inner_block, config.num_rows, config.blocks.key) for i in (0, 1))
-        scores = dot(q[task, 0, rows], k, 1, 1) * (config.scale * LOG2_E)
-        if tile.is_masked:
-            scores = jnp.where(_mask(config, step, mask_inputs, tile, is_transposed=False), scores, -jnp.inf)
+    def keys_or_values(which: int, tile: _Tile) -> Array:
+        return _zero_past_end(kv[which, tile.task, 0, tile.keys], step.key_block, config.num_rows, config.blocks.key)
+
+    def scores_of(tile: _Tile) -> Array:
+        scores = dot(q[tile.task, 0, tile.rows], keys_or_values(0, tile), 1, 1) * (config.scale * LOG2_E)
+        if not tile.is_masked:
+            return scores
+        return jnp.where(_mask(config, step, mask_inputs, tile, is_transposed=False), scores, -jnp.inf)
+
+    def attend(tile: _Tile, scores: Array) -> None:
+        task, rows, v = tile.task, tile.rows, keys_or_values(1, tile)
         old = maximum[task, rows]
         new = jnp.maximum(old, scores.max(axis=1, keepdims=True))
         finite = jnp.where(new == -jnp.inf, 0.0, new)  # of rows without keys
@@ -65,14 +76,27 @@ def forward_kernel(
         prior = acc[task, rows] * _repeat_lanes(decay, acc.shape[-1])
         acc[task, rows] = prior + dot(weights.astype(v.dtype), v, 1, 0)
 
-    _run_in_range(attend, step, config, tiling)
+    def attend_once(tile: _Tile, scores: Array) -> None:
+        top = scores.max(axis=1, keepdims=True)
+        weights = jnp.exp2(scores - jnp.where(top == -jnp.inf, 0.0, top))
+        total, v = weights.sum(axis=1, keepdims=True), keys_or_values(1, tile)
+        total = jnp.where(total == 0, 1.0, total)
+        out[tile.task, 0, tile.rows] = dot(weights.astype(v.dtype), v, 1, 0) * (1 / total)
+        lse[tile.task, 0, :, tile.rows] = _to_row(top * (1 / LOG2_E) + jnp.log(total))
+
+    if not has_prior and config.key_blocks == 1:
+        _run(scores_of, attend_once, config, tiling, is_masked=config.needs_mask)
+        return
+
+    pl.when(step.nth == 0)(begin)
+    _run_in_range(scores_of, attend, step, config, tiling)
 
     @pl.when(step.nth == pl.num_programs(2) - 1)
     def _() -> None:
         for task in range(tiling.tasks):
             total = denominator[task].sum(axis=1, keepdims=True)
             total = jnp.where(total == 0, 1.0, total)  # of rows without keys; NaN stays NaN
-            out[task, 0] = acc[task] / total
+            out[task, 0] = acc[task] * (1 / total)
             lse[task, 0] = (maximum[task] * (1 / LOG2_E) + jnp.log(total)).T[:1]
 
 
@@ -84,6 +108,7 @@ def gradient_kernel(
     *refs: Any,  # noqa: ANN401
     config: KernelConfig,
     tiling: Tiling,
+    has_prior: bool,
 ) -> None:
     """Adds the gradients of queries, keys and values to the prior ones, with five products per tile.
 
@@ -91,7 +116,9 @@ def gradient_kernel(
     (H, M) per tile, and are written while the last key block is processed. Scores are transposed, (S, M): lse and delta
     are rows, and one product less needs a transposed operand.
     """
-    *mask_inputs, dout, stats, prior_dq, prior_dkv, dq, dkv, dq_sum, dk_sum, dv_sum = refs
+    *inputs, dq, dkv, dq_sum, dk_sum, dv_sum = refs
+    inputs, priors = (inputs[:-2], inputs[-2:]) if has_prior else (inputs, ())
+    *mask_inputs, dout, stats = inputs
     step = _grid_step(ranges, config, tiling, inner_offset=chunks[2])
     num_query_rows = config.num_rows * config.q_per_kv
 
@@ -103,37 +130,46 @@ def gradient_kernel(
     def _() -> None:
         dq_sum[:, step.nth] = jnp.zeros((tiling.tasks, *dq_sum.shape[2:]), dq_sum.dtype)
 
-    def attend(tile: _Tile) -> None:
-        task, rows, keys = tile.task, tile.rows, tile.keys
-        k, v = (_zero_past_end(kv[i, task, 0, keys], step.outer_block, config.num_rows, config.blocks.key) for i in (0, 1))
-        q_rows, dout_rows = (
-            _zero_past_end(x[task, 0, rows], step.inner_block, num_query_rows, config.blocks.query, rows.start)
-            for x in (q, dout)
+    def keys_or_values(which: int, tile: _Tile) -> Array:
+        return _zero_past_end(kv[which, tile.task, 0, tile.keys], step.key_block, config.num_rows, config.blocks.key)
+
+    def queries(ref: Any, tile: _Tile) -> Array:  # noqa: ANN401
+        first = tile.rows.start
+        return _zero_past_end(
+            ref[tile.task, 0, tile.rows], step.query_block, num_query_rows, config.blocks.query, first
         )
+
+    def scores_of(tile: _Tile) -> Array:
+        scores = dot(keys_or_values(0, tile), queries(q, tile), 1, 1) * (config.scale * LOG2_E)
+        if not tile.is_masked:
+            return scores
+        return jnp.where(_mask(config, step, mask_inputs, tile, is_transposed=True), scores, -jnp.inf)
+
+    def attend(tile: _Tile, scores: Array) -> None:
+        task, rows, keys = tile.task, tile.rows, tile.keys
         lse, delta = (stats[task, 0, i : i + 1, rows] for i in (0, 1))
         if num_query_rows % config.blocks.query:
-            first = step.inner_block * config.blocks.query + rows.start
-            column = first + jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1)
-            lse, delta = jnp.where(column < num_query_rows, lse, jnp.inf), jnp.where(column < num_query_rows, delta, 0.0)
-        scores = dot(k, q_rows, 1, 1) * (config.scale * LOG2_E)
-        if tile.is_masked:
-            scores = jnp.where(_mask(config, step, mask_inputs, tile, is_transposed=True), scores, -jnp.inf)
+            first = step.query_block * config.blocks.query + rows.start
+            exists = first + jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1) < num_query_rows
+            lse, delta = jnp.where(exists, lse, jnp.inf), jnp.where(exists, delta, 0.0)
+        (k, v), q_rows, dout_rows = (keys_or_values(i, tile) for i in (0, 1)), queries(q, tile), queries(dout, tile)
         probs = jnp.exp2(scores - lse)
         dscores = (probs * (dot(v, dout_rows, 1, 1) - delta)).astype(k.dtype)
         dv_sum[task, keys] += dot(probs.astype(dout_rows.dtype), dout_rows, 1, 0)
         dk_sum[task, keys] += dot(dscores, q_rows, 1, 0)
         dq_sum[task, step.nth, rows] += dot(k, dscores, 0, 0).T
 
-    _run_in_range(attend, step, config, tiling)
+    _run_in_range(scores_of, attend, step, config, tiling)
 
     @pl.when(step.nth == pl.num_programs(2) - 1)
     def _() -> None:
-        dkv[0, :, 0] = prior_dkv[0, :, 0] + dk_sum[...] * config.scale
-        dkv[1, :, 0] = prior_dkv[1, :, 0] + dv_sum[...]
+        for i, found in enumerate((dk_sum[...] * config.scale, dv_sum[...])):
+            dkv[i, :, 0] = priors[1][i, :, 0] + found if priors else found
 
     @pl.when(step.outer_block == pl.num_programs(1) - 1)
     def _() -> None:
-        dq[:, 0] = prior_dq[:, 0] + dq_sum[:, step.nth] * config.scale
+        found = dq_sum[:, step.nth] * config.scale
+        dq[:, 0] = priors[0][:, 0] + found if priors else found
 
 
 class _GridStep(NamedTuple):
@@ -186,24 +222,45 @@ def _grid_step(ranges: Any, config: KernelConfig, tiling: Tiling, inner_offset: 
     return _GridStep(nth, outer_block, inner_block, inner_offset is None, is_in_range, whole, row_counts)
 
 
-def _run_in_range(attend: Callable[[_Tile], None], step: _GridStep, config: KernelConfig, tiling: Tiling) -> None:
+def _run_in_range(
+    scores_of: Callable[[_Tile], Array],
+    attend: Callable[[_Tile, Array], None],
+    step: _GridStep,
+    config: KernelConfig,
+    tiling: Tiling,
+) -> None:
     """Runs `attend` for the tiles of the step if its inner block is in the range, with a mask if it needs one."""
+    run = functools.partial(_run, scores_of, attend, config, tiling)
     is_masked = step.inner_block >= step.whole if step.is_query_outer else step.inner_block < step.whole
-
-    def run(*, with_mask: bool) -> Callable[[], None]:
-        def run_tiles() -> None:
-            for tile in _tiles(config, tiling, is_masked=with_mask):
-                attend(tile)
-
-        return run_tiles
-
     if not config.needs_mask:
-        pl.when(step.is_in_range)(run(with_mask=False))
+        pl.when(step.is_in_range)(lambda: run(is_masked=False))
     elif config.mask_rules or tiling.tasks > 1:
-        pl.when(step.is_in_range)(run(with_mask=True))
+        pl.when(step.is_in_range)(lambda: run(is_masked=True))
     else:
-        pl.when(step.is_in_range & is_masked)(run(with_mask=True))
-        pl.when(step.is_in_range & ~is_masked)(run(with_mask=False))
+        pl.when(step.is_in_range & is_masked)(lambda: run(is_masked=True))
+        pl.when(step.is_in_range & ~is_masked)(lambda: run(is_masked=False))
+
+
+def _run(
+    scores_of: Callable[[_Tile], Array],
+    attend: Callable[[_Tile, Array], None],
+    config: KernelConfig,
+    tiling: Tiling,
+    *,
+    is_masked: bool,
+) -> None:
+    """Runs `attend` for all tiles of a block.
+
+    Scores are computed some tiles ahead of `attend`: the compiler follows this order when it fills the units.
+    """
+    ahead = 1 if is_masked else tiling.ahead
+    waiting: list[tuple[_Tile, Array]] = []
+    for tile in _tiles(config, tiling, is_masked=is_masked):
+        waiting.append((tile, scores_of(tile)))
+        if len(waiting) > ahead:
+            attend(*waiting.pop(0))
+    for tile, scores in waiting:
+        attend(tile, scores)
 
 
 def _tiles(config: KernelConfig, tiling: Tiling, *, is_masked: bool) -> Iterator[_Tile]:
@@ -213,7 +270,7 @@ def _tiles(config: KernelConfig, tiling: Tiling, *, is_masked: bool) -> Iterator
     """
     blocks, group = config.blocks, config.q_per_kv
     is_diagonal = is_masked and config.is_causal and not config.mask_rules and blocks.query == blocks.key * group
-    size = tiling.diagonal_rows if is_diagonal else tiling.query_rows
+    size = min(tiling.query_rows, blocks.query)
     for first in range(0, blocks.query, size):
         num_keys = ceil_div(ceil_div(first + size, group), LANES) * LANES if is_diagonal else blocks.key
         for task in range(tiling.tasks):
@@ -250,6 +307,11 @@ def _zero_past_end(rows: Array, block: Array, num_rows: int, block_rows: int, of
 def _to_lanes(row: Array) -> Array:
     """Transposes (1, M) to (M, LANES), the same in all lanes; the hardware transposes only tiles of whole lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def _to_row(column: Array) -> Array:
+    """Transposes (M, 1) to (1, M)."""
+    return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
 
 
 def _repeat_lanes(x: Array, width: int) -> Array:
