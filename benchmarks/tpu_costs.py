@@ -124,7 +124,9 @@ class Cost:
         return self.per_task / self.shape.useful_tiles
 
 
-def _cost(schedule: KernelSchedule, owner: str, kernel: str, shape: Shape, blocks: tuple[int, int, int], tasks: int) -> Cost:
+def _cost(
+    schedule: KernelSchedule, owner: str, kernel: str, shape: Shape, blocks: tuple[int, int, int], tasks: int
+) -> Cost:
     steps = schedule.steps
     plain = next(step for step in steps if step.cycles == max(x.cycles for x in steps))
     query, key, compute = blocks
@@ -159,13 +161,13 @@ class Compiler:
         devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices
         self.sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices[:1]), ("x",)), jax.P())
 
-    def array(self, shape: tuple[int, ...], dtype: str) -> Any:  # noqa: ANN401
+    def array(self, shape: tuple[int, ...], dtype: str) -> Any:
         """Returns the type of an array on the device."""
         import jax  # noqa: PLC0415
 
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.sharding)
 
-    def schedules(self, program: Callable[..., Any], *arrays: Any, name: str) -> list[KernelSchedule]:  # noqa: ANN401
+    def schedules(self, program: Callable[..., Any], *arrays: Any, name: str) -> list[KernelSchedule]:
         """Compiles a program and returns the schedules of its kernels whose name contains `name`."""
         import jax  # noqa: PLC0415
 
@@ -272,8 +274,8 @@ def degrade() -> None:
 
     from ringjax._src.kernels.tpu import kernels  # noqa: PLC0415
 
-    kernels._repeat_lanes = lambda x, width: jnp.broadcast_to(x[:, :1], (x.shape[0], width))  # noqa: SLF001
-    kernels._to_lanes = lambda row: jnp.broadcast_to(row, (128, row.shape[1])).T[:, :1]  # noqa: SLF001
+    kernels._repeat_lanes = lambda x, width: jnp.broadcast_to(x[:, :1], (x.shape[0], width))
+    kernels._to_lanes = lambda row: jnp.broadcast_to(row, (128, row.shape[1])).T[:, :1]
 
 
 # ---------------------------------------------------------------------------------------------------------- the report
@@ -346,12 +348,16 @@ def measure(generation: str, options: argparse.Namespace, console: Console) -> l
         command = [sys.executable, __file__, "--worker", folder, "--target", generation]
         command += ["--long"] if options.long else []
         command += ["--broken", options.broken] if options.broken else []
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT | flags) as worker:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT | flags
+        ) as worker:
             assert worker.stdout is not None
             for line in worker.stdout:
                 values = json.loads(line)
                 cost = Cost(**{**values, "shape": Shape(**values["shape"])})
-                console.print(f"  {generation} {cost.owner} {cost.kernel}, {cost.shape.rows} rows: done", highlight=False)
+                console.print(
+                    f"  {generation} {cost.owner} {cost.kernel}, {cost.shape.rows} rows: done", highlight=False
+                )
                 found.append(cost)
     if worker.returncode:
         raise RuntimeError(f"The compiler failed for {generation} with exit code {worker.returncode}.")

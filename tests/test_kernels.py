@@ -28,6 +28,7 @@ import ringjax as rj
 from ringjax._src.kernels.blocks import given_blocks
 from ringjax._src.kernels.dispatch import BACKENDS
 from ringjax._src.kernels.interface import Case as KernelCase
+from ringjax._src.kernels.tpu import calls as tpu_calls
 
 SLOW = pytest.mark.slow
 TARGETS = ("interpret_tpu", "interpret_gpu")
@@ -100,6 +101,22 @@ def test_given_block_sizes_equal_oracle(implementation):
     assert given_blocks(sizes, num_rows=600, q_per_kv=2, least=least, is_bwd=False) == (128, 256)
     attention = functools.partial(rj.dilated_attention, block_sizes=sizes)
     assert_equals_oracle(case, "float32", attention, implementations=(implementation,), compiler_options=QUICK)
+
+
+@pytest.mark.parametrize("q_per_kv", [1, pytest.param(2, marks=SLOW)])
+def test_gradients_of_more_rows_than_fit_vmem_equal_oracle(q_per_kv, monkeypatch):
+    monkeypatch.setattr(tpu_calls, "_RESIDENT_BYTES", 2 * 128 * 128 * 4)  # two blocks
+    case = one_entry(
+        length=600,
+        kv_heads=1,
+        q_per_kv=q_per_kv,
+        head_dim=16,
+        segment_lengths=(600,),
+        dilation_rates=(1,),
+        is_causal=True,
+    )
+    attention = functools.partial(rj.dilated_attention, block_sizes=rj.BlockSizes(query=128, key=128))
+    assert_equals_oracle(case, "float32", attention, implementations=("interpret_tpu",), compiler_options=QUICK)
 
 
 class KernelRing(NamedTuple):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -61,8 +61,8 @@ def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: A
     dq, (dkv,) = grads
     given = _output_grads(residuals, config.output_divisor)
     for rows in _packed_rows(operands, kernel):
-        rows = rows._replace(ranges=kernel.q_block_ranges(rows.ranges))
-        dq, dkv = gradient(dq, dkv, rows, given, config=kernel, tiles=tiles, has_prior=has_prior)
+        transposed = rows._replace(ranges=kernel.q_block_ranges(rows.ranges))
+        dq, dkv = gradient(dq, dkv, transposed, given, config=kernel, tiles=tiles, has_prior=has_prior)
         has_prior = True
     return Grads(dq, (dkv,))
 
@@ -279,7 +279,7 @@ class Call(NamedTuple):
     rows: PackedRows  # chunks and ranges are known before the kernel starts
     inputs: list[tuple[Array, pl.BlockSpec]]  # arrays and their specs
     sums: list[tuple[Array, pl.BlockSpec]]  # arrays that are both inputs and outputs, and their specs
-    scratch: list[tuple[int, ...]]  # shapes of arrays that last from step to step
+    scratch: Sequence[tuple[int, ...]]  # shapes of arrays that last from step to step
 
     def run(self, *, has_prior: bool) -> list[Array]:
         """Runs the kernel and returns the sums. If they are still empty or zero, the kernel does not read them."""

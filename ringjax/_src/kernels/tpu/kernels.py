@@ -1,8 +1,9 @@
 """The TPU kernels. A grid step attends from one query block to one key block of a task.
 
-Legend: ``P`` tasks of a grid step, ``M`` query rows and ``S`` key rows of a block, ``H`` head dim. A block is computed in
-tiles of some of its query rows and all of its key rows, see `tiling`. Numbers per query row are stored as rows (1, M): a
-column in memory would be padded to 128 lanes. Exponentials have base 2, as in hardware.
+Legend: ``P`` tasks of a grid step, ``M`` query rows and ``S`` key rows of a block, ``H`` head dim. A block is computed
+in tiles: some of its query rows, and all of its key rows or, on the diagonal, those that the mask leaves. Numbers per
+query row are stored as rows (1, M): a column in memory would be padded to 128 lanes. Exponentials have base 2, as in
+hardware.
 """
 
 from __future__ import annotations
@@ -112,9 +113,9 @@ def gradient_kernel(
 ) -> None:
     """Adds the gradients of queries, keys and values to the prior ones, with five products per tile.
 
-    Key blocks are the outer loop. The gradients of all query blocks of the grid stay in VMEM, transposed back from
-    (H, M) per tile, and are written while the last key block is processed. Scores are transposed, (S, M): lse and delta
-    are rows, and one product less needs a transposed operand.
+    Key blocks are the outer loop. The gradients of all query blocks of the call are summed up in VMEM and are written
+    while the last key block is processed. Scores are transposed, (S, M), so that lse and delta are rows. The gradient
+    of queries is a product of shape (H, M): with a head dim of 128, it fills matrix units of 256 x 256 better.
     """
     *inputs, dq, dkv, dq_sum, dk_sum, dv_sum = refs
     inputs, priors = (inputs[:-2], inputs[-2:]) if has_prior else (inputs, ())
@@ -134,10 +135,8 @@ def gradient_kernel(
         return _zero_past_end(kv[which, tile.task, 0, tile.keys], step.key_block, config.num_rows, config.blocks.key)
 
     def queries(ref: Any, tile: _Tile) -> Array:  # noqa: ANN401
-        first = tile.rows.start
-        return _zero_past_end(
-            ref[tile.task, 0, tile.rows], step.query_block, num_query_rows, config.blocks.query, first
-        )
+        rows, size = ref[tile.task, 0, tile.rows], config.blocks.query
+        return _zero_past_end(rows, step.query_block, num_query_rows, size, tile.first_row)
 
     def scores_of(tile: _Tile) -> Array:
         scores = dot(keys_or_values(0, tile), queries(q, tile), 1, 1) * (config.scale * LOG2_E)
@@ -149,7 +148,7 @@ def gradient_kernel(
         task, rows, keys = tile.task, tile.rows, tile.keys
         lse, delta = (stats[task, 0, i : i + 1, rows] for i in (0, 1))
         if num_query_rows % config.blocks.query:
-            first = step.query_block * config.blocks.query + rows.start
+            first = step.query_block * config.blocks.query + tile.first_row
             exists = first + jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1) < num_query_rows
             lse, delta = jnp.where(exists, lse, jnp.inf), jnp.where(exists, delta, 0.0)
         (k, v), q_rows, dout_rows = (keys_or_values(i, tile) for i in (0, 1)), queries(q, tile), queries(dout, tile)
@@ -166,7 +165,7 @@ def gradient_kernel(
         for i, found in enumerate((dk_sum[...] * config.scale, dv_sum[...])):
             dkv[i, :, 0] = priors[1][i, :, 0] + found if priors else found
 
-    @pl.when(step.outer_block == pl.num_programs(1) - 1)
+    @pl.when((step.outer_block == pl.num_programs(1) - 1) & (step.query_block < config.query_blocks))
     def _() -> None:
         found = dq_sum[:, step.nth] * config.scale
         dq[:, 0] = priors[0][:, 0] + found if priors else found
@@ -198,9 +197,20 @@ class _Tile(NamedTuple):
     """A part of a block that is computed at a time."""
 
     task: int  # of the tasks of the grid step
-    rows: pl.Slice  # query rows
-    keys: pl.Slice  # key rows
+    first_row: int  # of the query rows of the block
+    num_rows: int
+    num_keys: int  # from the first key row of the block on
     is_masked: bool
+
+    @property
+    def rows(self) -> slice:
+        """The query rows."""
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+    @property
+    def keys(self) -> slice:
+        """The key rows."""
+        return slice(0, self.num_keys)
 
 
 def _grid_step(ranges: Any, config: KernelConfig, tiling: Tiling, inner_offset: Array | None) -> _GridStep:  # noqa: ANN401
@@ -213,10 +223,9 @@ def _grid_step(ranges: Any, config: KernelConfig, tiling: Tiling, inner_offset: 
     heads = [quotient(program * tiling.tasks + i, config.tasks_per_head) for i in range(tiling.tasks)]
     starts, ends, row_counts = ([ranges[head, i, outer_block] for head in heads] for i in (0, 2, 3))
     whole = ranges[heads[0], 1, outer_block]
+    inner_block = nth if tiling.tasks > 1 else starts[0] + nth  # tasks that share a step have one block each
     if inner_offset is not None:
         inner_block = inner_offset + nth
-    else:  # tasks that share a step have one block each
-        inner_block = starts[0] + nth if tiling.tasks == 1 else nth
     in_range = [(start <= inner_block) & (inner_block < end) for start, end in zip(starts, ends, strict=True)]
     is_in_range = functools.reduce(operator.or_, in_range)
     return _GridStep(nth, outer_block, inner_block, inner_offset is None, is_in_range, whole, row_counts)
@@ -274,14 +283,16 @@ def _tiles(config: KernelConfig, tiling: Tiling, *, is_masked: bool) -> Iterator
     for first in range(0, blocks.query, size):
         num_keys = ceil_div(ceil_div(first + size, group), LANES) * LANES if is_diagonal else blocks.key
         for task in range(tiling.tasks):
-            yield _Tile(task, pl.ds(first, size), pl.ds(0, num_keys), is_masked)
+            yield _Tile(task, first, size, num_keys, is_masked)
 
 
-def _mask(config: KernelConfig, step: _GridStep, mask_inputs: Sequence[Any], tile: _Tile, *, is_transposed: bool) -> Array:
+def _mask(
+    config: KernelConfig, step: _GridStep, mask_inputs: Sequence[Any], tile: _Tile, *, is_transposed: bool
+) -> Array:
     """Returns the mask of a tile, (rows, keys), or (keys, rows) if transposed."""
-    shape = (tile.keys.size, tile.rows.size) if is_transposed else (tile.rows.size, tile.keys.size)
+    shape = (tile.num_keys, tile.num_rows) if is_transposed else (tile.num_rows, tile.num_keys)
     query_axis, key_axis = (1, 0) if is_transposed else (0, 1)
-    first_row = step.query_block * config.blocks.query + tile.rows.start
+    first_row = step.query_block * config.blocks.query + tile.first_row
     row = first_row + jax.lax.broadcasted_iota(jnp.int32, shape, query_axis)
     column = step.key_block * config.blocks.key + jax.lax.broadcasted_iota(jnp.int32, shape, key_axis)
     of_query: list[Array] = []
