@@ -15,6 +15,7 @@ from ringjax._src.kernels.blocks import KernelConfig, given_blocks
 from ringjax._src.kernels.dispatch import Target
 from ringjax._src.kernels.interface import BlockSizes, Case
 from ringjax._src.kernels.tpu import calls as tpu
+from ringjax._src.kernels.tpu.kernels import tiles
 from ringjax._src.kernels.tpu.tiling import tiling
 from ringjax._src.online_softmax import PartialSoftmax
 
@@ -81,6 +82,9 @@ def kernel_costs(
         kv_ranges = config.kv_block_ranges(jnp.array([rows], jnp.int32))
         ranges = config.q_block_ranges(kv_ranges) if name in ("gradient", "key_gradient") else kv_ranges
         num_pairs = int((ranges[:, 2] - ranges[:, 0]).sum()) * tasks
+        issued = num_pairs * blocks.query * blocks.key
+        if target == "tpu":
+            issued = _tpu_pairs(config, tasks, ranges, is_masked_first=is_bwd)
         flops = 2 * _MULTIPLIES[name] * head_dim
         moved = (
             _tpu_bytes(name, config, tasks, head_dim, dtype, ranges)
@@ -88,8 +92,20 @@ def kernel_costs(
             else _gpu_bytes(name, config, tasks, head_dim, dtype, num_pairs)
         )
         least = _array_bytes(name, tasks, rows, q_per_kv, head_dim, dtype)
-        costs.append(KernelCost(name, flops * pairs, flops * num_pairs * blocks.query * blocks.key, moved, least))
+        costs.append(KernelCost(name, flops * pairs, flops * issued, moved, least))
     return costs
+
+
+def _tpu_pairs(config: KernelConfig, tasks: int, ranges: Array, *, is_masked_first: bool) -> int:
+    """Returns the computed pairs of all tiles; on the diagonal, tiles end where the mask does."""
+    tiling_of = tiling(config, tasks, device_kind="TPU v5p")
+    first, whole, end = (int(ranges[:, i].sum()) for i in range(3))
+    masked = whole - first if is_masked_first else end - whole
+    pairs = [
+        sum(tile.num_rows * tile.num_keys for tile in tiles(config, tiling_of, is_masked=is_masked)) // tiling_of.tasks
+        for is_masked in (True, False)
+    ]
+    return (masked * pairs[0] + (end - first - masked) * pairs[1]) * tasks
 
 
 def _arrays(name: str, tasks: int, rows: int, q_per_kv: int, head_dim: int, dtype: str) -> list[jax.ShapeDtypeStruct]:
@@ -115,16 +131,16 @@ def _tpu_bytes(name: str, config: KernelConfig, tasks: int, head_dim: int, dtype
     """Returns the bytes of the blocks that change from one grid step to the next."""
     arrays = _arrays(name, tasks, config.num_rows, config.q_per_kv, head_dim, dtype)
     chunks = jnp.zeros((3,), jnp.int32)
-    tiles = tiling(config, tasks, device_kind="TPU v5p")
+    tiling_of = tiling(config, tasks, device_kind="TPU v5p")
     found: list[tpu.Call] = []
 
     def build(first: Array, second: Array, q: Array, kv: Array, *given: Array) -> None:
         rows = tpu.PackedRows(q, kv, chunks, ranges, None)
         if name == "forward":
-            found.append(tpu.forward_call(PartialSoftmax(first, second), rows, config, tiles))
+            found.append(tpu.forward_call(PartialSoftmax(first, second), rows, config, tiling_of))
         else:
             group = config.query_blocks
-            found.append(tpu.gradient_call(first, second, rows, tpu.OutputGrads(*given), config, tiles, group))
+            found.append(tpu.gradient_call(first, second, rows, tpu.OutputGrads(*given), config, tiling_of, group))
 
     jax.eval_shape(build, *arrays)
     call = found[0]

@@ -33,7 +33,6 @@ from tpu_schedule import DUMP_FLAGS, KernelSchedule, read_kernels
 from ringjax._src.aot.compile import ENVIRONMENT
 
 TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
-KINDS = {"v5e": "TPU v5 lite", "v5p": "TPU v5p", "v6e": "TPU v6 lite"}
 HEAD_DIM = 128
 TILE = 128 * 128  # pairs
 
@@ -157,8 +156,8 @@ class Compiler:
         import numpy as np  # noqa: PLC0415
         from jax.experimental import topologies  # noqa: PLC0415
 
-        self.kind, self.folder = KINDS[generation], folder
         devices = topologies.get_topology_desc(platform="tpu", topology_name=TOPOLOGIES[generation]).devices
+        self.kind, self.folder = devices[0].device_kind, folder
         self.sharding = jax.sharding.NamedSharding(jax.sharding.Mesh(np.array(devices[:1]), ("x",)), jax.P())
 
     def array(self, shape: tuple[int, ...], dtype: str) -> Any:

@@ -56,16 +56,16 @@ def forward_kernel(
             is_one = (start != -jnp.inf) & (jax.lax.broadcasted_iota(jnp.int32, start.shape, 1) == 0)
             acc[task], maximum[task], denominator[task] = prior_out[task, 0], start, is_one.astype(start.dtype)
 
-    def keys_or_values(which: int, tile: _Tile) -> Array:
+    def keys_or_values(which: int, tile: Tile) -> Array:
         return _zero_past_end(kv[which, tile.task, 0, tile.keys], step.key_block, config.num_rows, config.blocks.key)
 
-    def scores_of(tile: _Tile) -> Array:
+    def scores_of(tile: Tile) -> Array:
         scores = dot(q[tile.task, 0, tile.rows], keys_or_values(0, tile), 1, 1) * (config.scale * LOG2_E)
         if not tile.is_masked:
             return scores
         return jnp.where(_mask(config, step, mask_inputs, tile, is_transposed=False), scores, -jnp.inf)
 
-    def attend(tile: _Tile, scores: Array) -> None:
+    def attend(tile: Tile, scores: Array) -> None:
         task, rows, v = tile.task, tile.rows, keys_or_values(1, tile)
         old = maximum[task, rows]
         new = jnp.maximum(old, scores.max(axis=1, keepdims=True))
@@ -77,7 +77,7 @@ def forward_kernel(
         prior = acc[task, rows] * _repeat_lanes(decay, acc.shape[-1])
         acc[task, rows] = prior + dot(weights.astype(v.dtype), v, 1, 0)
 
-    def attend_once(tile: _Tile, scores: Array) -> None:
+    def attend_once(tile: Tile, scores: Array) -> None:
         top = scores.max(axis=1, keepdims=True)
         weights = jnp.exp2(scores - jnp.where(top == -jnp.inf, 0.0, top))
         total, v = weights.sum(axis=1, keepdims=True), keys_or_values(1, tile)
@@ -131,20 +131,20 @@ def gradient_kernel(
     def _() -> None:
         dq_sum[:, step.nth] = jnp.zeros((tiling.tasks, *dq_sum.shape[2:]), dq_sum.dtype)
 
-    def keys_or_values(which: int, tile: _Tile) -> Array:
+    def keys_or_values(which: int, tile: Tile) -> Array:
         return _zero_past_end(kv[which, tile.task, 0, tile.keys], step.key_block, config.num_rows, config.blocks.key)
 
-    def queries(ref: Any, tile: _Tile) -> Array:  # noqa: ANN401
+    def queries(ref: Any, tile: Tile) -> Array:  # noqa: ANN401
         rows, size = ref[tile.task, 0, tile.rows], config.blocks.query
         return _zero_past_end(rows, step.query_block, num_query_rows, size, tile.first_row)
 
-    def scores_of(tile: _Tile) -> Array:
+    def scores_of(tile: Tile) -> Array:
         scores = dot(keys_or_values(0, tile), queries(q, tile), 1, 1) * (config.scale * LOG2_E)
         if not tile.is_masked:
             return scores
         return jnp.where(_mask(config, step, mask_inputs, tile, is_transposed=True), scores, -jnp.inf)
 
-    def attend(tile: _Tile, scores: Array) -> None:
+    def attend(tile: Tile, scores: Array) -> None:
         task, rows, keys = tile.task, tile.rows, tile.keys
         lse, delta = (stats[task, 0, i : i + 1, rows] for i in (0, 1))
         if num_query_rows % config.blocks.query:
@@ -193,7 +193,7 @@ class _GridStep(NamedTuple):
         return self.inner_block if self.is_query_outer else self.outer_block
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     """A part of a block that is computed at a time."""
 
     task: int  # of the tasks of the grid step
@@ -232,8 +232,8 @@ def _grid_step(ranges: Any, config: KernelConfig, tiling: Tiling, inner_offset: 
 
 
 def _run_in_range(
-    scores_of: Callable[[_Tile], Array],
-    attend: Callable[[_Tile, Array], None],
+    scores_of: Callable[[Tile], Array],
+    attend: Callable[[Tile, Array], None],
     step: _GridStep,
     config: KernelConfig,
     tiling: Tiling,
@@ -251,8 +251,8 @@ def _run_in_range(
 
 
 def _run(
-    scores_of: Callable[[_Tile], Array],
-    attend: Callable[[_Tile, Array], None],
+    scores_of: Callable[[Tile], Array],
+    attend: Callable[[Tile, Array], None],
     config: KernelConfig,
     tiling: Tiling,
     *,
@@ -263,8 +263,8 @@ def _run(
     Scores are computed some tiles ahead of `attend`: the compiler follows this order when it fills the units.
     """
     ahead = 1 if is_masked else tiling.ahead
-    waiting: list[tuple[_Tile, Array]] = []
-    for tile in _tiles(config, tiling, is_masked=is_masked):
+    waiting: list[tuple[Tile, Array]] = []
+    for tile in tiles(config, tiling, is_masked=is_masked):
         waiting.append((tile, scores_of(tile)))
         if len(waiting) > ahead:
             attend(*waiting.pop(0))
@@ -272,7 +272,7 @@ def _run(
         attend(tile, scores)
 
 
-def _tiles(config: KernelConfig, tiling: Tiling, *, is_masked: bool) -> Iterator[_Tile]:
+def tiles(config: KernelConfig, tiling: Tiling, *, is_masked: bool) -> Iterator[Tile]:
     """Yields the tiles of a block; those on the diagonal of a causal mask end where the mask does.
 
     A masked block is on the diagonal if query and key blocks hold the same rows and only causality masks inside.
@@ -283,11 +283,11 @@ def _tiles(config: KernelConfig, tiling: Tiling, *, is_masked: bool) -> Iterator
     for first in range(0, blocks.query, size):
         num_keys = ceil_div(ceil_div(first + size, group), LANES) * LANES if is_diagonal else blocks.key
         for task in range(tiling.tasks):
-            yield _Tile(task, first, size, num_keys, is_masked)
+            yield Tile(task, first, size, num_keys, is_masked)
 
 
 def _mask(
-    config: KernelConfig, step: _GridStep, mask_inputs: Sequence[Any], tile: _Tile, *, is_transposed: bool
+    config: KernelConfig, step: _GridStep, mask_inputs: Sequence[Any], tile: Tile, *, is_transposed: bool
 ) -> Array:
     """Returns the mask of a tile, (rows, keys), or (keys, rows) if transposed."""
     shape = (tile.num_keys, tile.num_rows) if is_transposed else (tile.num_rows, tile.num_keys)
