@@ -73,6 +73,7 @@ million: $(VENV)/ready
 
 # compile rings ahead of time for TPU and GPU topologies; each compiler is installed in its own environment
 aot-tpu: .venv-aot-tpu-$(VERSION)/ready
+	.venv-aot-tpu-$(VERSION)/bin/python benchmarks/tpu_costs.py
 	.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot.py tpu $(AOT)
 
 # with AOT, only the rings

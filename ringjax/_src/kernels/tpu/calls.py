@@ -6,7 +6,8 @@ A TPU kernel reads whole tiles, so dense operands are packed first; docs/kernels
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ringjax._src.indexing import quotient
+from ringjax._src.indexing import ceil_div, quotient
 from ringjax._src.kernels.blocks import (
     Blocks,
     KernelConfig,
@@ -28,9 +29,12 @@ from ringjax._src.kernels.blocks import (
 from ringjax._src.kernels.interface import AttendConfig, Backend, Case, Grads, Limits, Operands, Residuals, case_of
 from ringjax._src.kernels.packing import attend_bwd_packed, attend_packed
 from ringjax._src.kernels.platform import on_its_platform
-from ringjax._src.kernels.tpu.kernels import forward_kernel, key_gradient_kernel, query_gradient_kernel
+from ringjax._src.kernels.tpu.kernels import LOG2_E, forward_kernel, gradient_kernel
+from ringjax._src.kernels.tpu.tiling import LANES, Tiling, tiling
 from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.vma import shaped_like
+
+_VMEM_BYTES = 48 * 2**20  # at most, for a kernel; every generation has 64 MiB or more
 
 LIMITS = Limits(("bfloat16", "float32"), min_dim=16, min_rows=16, min_block=128)  # blocks of the lanes of a register
 
@@ -42,23 +46,31 @@ def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> P
     if operands.pairs is None:
         return attend_packed(attend, prior, operands, config)
     kernel = _kernel_config(operands, config, is_bwd=False)
+    tiles, has_prior = tiling(kernel, operands.batch), _has_prior(operands, config)
     for rows in _packed_rows(operands, kernel):
-        prior = forward(prior, rows, config=kernel)
+        prior, has_prior = forward(prior, rows, config=kernel, tiles=tiles, has_prior=has_prior), True
     return prior
 
 
 def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: AttendConfig) -> Grads:
-    """Adds the gradients of the selected rows to `grads`, float32: one kernel for dq and one for dk and dv."""
+    """Adds the gradients of the selected rows to `grads`, float32."""
     if operands.pairs is None:
         return attend_bwd_packed(attend_bwd, grads, operands, residuals, config)
     kernel = _kernel_config(operands, config, is_bwd=True)
+    tiles, has_prior = tiling(kernel, operands.batch), _has_prior(operands, config)
     dq, (dkv,) = grads
-    given = OutputGrads(residuals.dout, jnp.stack([residuals.lse, residuals.delta], axis=2))
+    given = _output_grads(residuals, config.output_divisor)
     for rows in _packed_rows(operands, kernel):
-        dq = query_gradient(dq, rows, given, config=kernel)
         transposed = rows._replace(ranges=kernel.q_block_ranges(rows.ranges))
-        dkv = key_gradient(dkv, transposed, given, config=kernel)
+        dq, dkv = gradient(dq, dkv, transposed, given, config=kernel, tiles=tiles, has_prior=has_prior)
+        has_prior = True
     return Grads(dq, (dkv,))
+
+
+def _has_prior(operands: Operands, config: AttendConfig) -> bool:
+    """Returns whether a kernel must read what it adds to; if not, it writes all chunks, and all of them have work."""
+    assert operands.pairs is not None
+    return not config.is_prior_empty or operands.query.shape[1] > 1 or operands.pairs.active is not None
 
 
 def _kernel_config(operands: Operands, config: AttendConfig, *, is_bwd: bool) -> KernelConfig:
@@ -97,64 +109,113 @@ def _packed_rows(operands: Operands, config: KernelConfig) -> Iterator[PackedRow
 
 
 class OutputGrads(NamedTuple):
-    """Gradient of the output (N, C, n * G, H), and lse and delta stacked as (N, C, 2, n * G)."""
+    """Gradient of the output (N, C, n * G, H), and numbers per query row, (N, C, 2, n * G).
+
+    The numbers are lse in base 2, increased by the logarithm of the output divisor, and delta times that divisor: then
+    the gradients need no division.
+    """
 
     dout: Array
     stats: Array
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def forward(prior: PartialSoftmax, rows: PackedRows, *, config: KernelConfig) -> PartialSoftmax:
-    """Merges the attention of the queries into `prior`, (N, C, n * G, H) and (N, C, n * G)."""
-    out, lse = forward_call(prior, rows, config).run()
+def _output_grads(residuals: Residuals, divisor: int) -> OutputGrads:
+    lse = residuals.lse * LOG2_E + math.log2(divisor)
+    return OutputGrads(residuals.dout, jnp.stack([lse, residuals.delta * divisor], axis=2))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "tiles", "has_prior"))
+def forward(
+    prior: PartialSoftmax, rows: PackedRows, *, config: KernelConfig, tiles: Tiling, has_prior: bool = True
+) -> PartialSoftmax:
+    """Merges the attention of the queries into `prior`, (N, C, n * G, H) and (N, C, n * G), which may be empty."""
+    out, lse = forward_call(prior, rows, config, tiles).run(has_prior=has_prior)
     return PartialSoftmax(out, lse[:, :, 0])
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def query_gradient(dq: Array, rows: PackedRows, given: OutputGrads, *, config: KernelConfig) -> Array:
-    """Adds the gradient of the queries to `dq` (N, C, n * G, H)."""
-    return query_gradient_call(dq, rows, given, config).run()[0]
+@functools.partial(jax.jit, static_argnames=("config", "tiles", "has_prior"))
+def gradient(
+    dq: Array,
+    dkv: Array,
+    rows: PackedRows,
+    given: OutputGrads,
+    *,
+    config: KernelConfig,
+    tiles: Tiling,
+    has_prior: bool = True,
+) -> tuple[Array, Array]:
+    """Adds the gradients to `dq` (N, C, n * G, H) and `dkv` (2, N, C, n, H), which may be zero.
+
+    A call has the gradients of all its query blocks in VMEM, so more rows than fit take several calls.
+    """
+
+    def run(index: Array | int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        first_block = jnp.zeros_like(rows.chunks[:1]) + index * group
+        of_group = rows._replace(chunks=jnp.concatenate([rows.chunks, first_block]))
+        new_dq, new_dkv = gradient_call(*sums, of_group, given, config, tiles, group).run(has_prior=has_prior)
+        return new_dq, new_dkv
+
+    group = query_group(config, dq.shape[-1])
+    has_prior = has_prior or group < config.query_blocks
+    if group == config.query_blocks:
+        return run(0, (dq, dkv))
+    return jax.lax.fori_loop(0, ceil_div(config.query_blocks, group), run, (dq, dkv))
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def key_gradient(dkv: Array, rows: PackedRows, given: OutputGrads, *, config: KernelConfig) -> Array:
-    """Adds the gradient of keys and values to `dkv` (2, N, C, n, H)."""
-    return key_gradient_call(dkv, rows, given, config).run()[0]
+_RESIDENT_BYTES = 16 * 2**20  # of gradients of queries in VMEM
 
 
-def forward_call(prior: PartialSoftmax, rows: PackedRows, config: KernelConfig) -> Call:
+def query_group(config: KernelConfig, head_dim: int) -> int:
+    """Returns how many query blocks a call of the gradient kernel processes."""
+    block_bytes = 4 * config.blocks.query * ceil_div(head_dim, LANES) * LANES
+    most = max(1, _RESIDENT_BYTES // block_bytes)
+    return ceil_div(config.query_blocks, ceil_div(config.query_blocks, most))
+
+
+def forward_call(prior: PartialSoftmax, rows: PackedRows, config: KernelConfig, tiles: Tiling) -> Call:
     """Returns the call of the forward kernel."""
-    specs = Specs(config, rows.query.shape, "query")
+    specs = Specs(config, tiles, rows.query.shape, "query", config.key_blocks)
     sums = [(prior.out, specs.query), (prior.lse[:, :, None], specs.numbers("query", 1))]
-    scratch = [(config.blocks.query, specs.dim), *[(config.blocks.query, 1)] * 2]
-    return Call("forward", forward_kernel, specs, 2, rows, [*specs.inputs(rows), *sums], 2, scratch)
+    num_rows = tiles.tasks, config.blocks.query
+    scratch = [(*num_rows, specs.dim), *[(*num_rows, LANES)] * 2]
+    return Call("forward", forward_kernel, specs, 2, rows, specs.inputs(rows), sums, scratch)
 
 
-def query_gradient_call(dq: Array, rows: PackedRows, given: OutputGrads, config: KernelConfig) -> Call:
-    """Returns the call of the kernel for the gradient of the queries."""
-    specs = Specs(config, rows.query.shape, "query")
-    inputs = [*specs.inputs(rows), *specs.output_grads(given), (dq, specs.query)]
-    scratch = [(config.blocks.query, specs.dim), *[(config.blocks.query, 1)] * 2]
-    return Call("query_gradient", query_gradient_kernel, specs, 3, rows, inputs, 1, scratch)
+def gradient_call(
+    dq: Array,
+    dkv: Array,
+    rows: PackedRows,
+    given: OutputGrads,
+    config: KernelConfig,
+    tiles: Tiling,
+    group: int,
+) -> Call:
+    """Returns the call of the kernel for all gradients.
 
-
-def key_gradient_call(dkv: Array, rows: PackedRows, given: OutputGrads, config: KernelConfig) -> Call:
-    """Returns the call of the kernel for the gradients of keys and values."""
-    specs = Specs(config, rows.query.shape, "key")
-    inputs = [*specs.inputs(rows), *specs.output_grads(given), (dkv, specs.kv)]
-    scratch = [(config.blocks.key, specs.dim)] * 2
-    return Call("key_gradient", key_gradient_kernel, specs, 4, rows, inputs, 1, scratch)
+    ``rows.chunks`` has a third entry: the first of the `group` query blocks of the call.
+    """
+    specs = Specs(config, tiles, rows.query.shape, "key", group)
+    inputs = [*specs.inputs(rows), *specs.output_grads(given)]
+    scratch = [(tiles.tasks, group, config.blocks.query, specs.dim), *[(tiles.tasks, config.blocks.key, specs.dim)] * 2]
+    sums = [(dq, specs.query_sums), (dkv, specs.kv)]
+    return Call("gradient", gradient_kernel, specs, 5, rows, inputs, sums, scratch)
 
 
 class Specs:
     """The grid and block specs of a pass whose outer blocks are of queries or of keys."""
 
-    def __init__(self, config: KernelConfig, shape: tuple[int, ...], outer: Which) -> None:
-        self.config, self.outer, self.tasks, self.dim = config, outer, shape[0], shape[-1]
-        num_blocks = config.query_blocks, config.key_blocks
-        self.grid = (self.tasks, *(num_blocks if outer == "query" else reversed(num_blocks)))
-        self.query = pl.BlockSpec((1, 1, config.blocks.query, self.dim), lambda *step: self._rows("query", *step))
-        self.kv = pl.BlockSpec((2, 1, 1, config.blocks.key, self.dim), lambda *step: (0, *self._rows("key", *step)))
+    def __init__(
+        self, config: KernelConfig, tiles: Tiling, shape: tuple[int, ...], outer: Which, inner_steps: int
+    ) -> None:
+        self.config, self.tiling, self.outer, self.tasks, self.dim = config, tiles, outer, shape[0], shape[-1]
+        outer_steps = config.query_blocks if outer == "query" else config.key_blocks
+        self.grid = (self.tasks // tiles.tasks, outer_steps, inner_steps)
+        shape = (tiles.tasks, 1, config.blocks.query, self.dim)
+        self.query = pl.BlockSpec(shape, lambda *step: self._rows("query", *step))
+        self.query_sums = pl.BlockSpec(shape, self._query_sums)
+        self.kv = pl.BlockSpec(
+            (2, tiles.tasks, 1, config.blocks.key, self.dim), lambda *step: (0, *self._rows("key", *step))
+        )
 
     def _rows(self, which: Which, task: Array, *step: Any) -> tuple[Any, ...]:  # noqa: ANN401
         return task, *self._chunk_and_block(which, task, *step), 0
@@ -165,9 +226,18 @@ class Specs:
         chunk = chunks[0 if which == "query" else 1]
         if which == self.outer:
             return chunk, outer_block
+        if self.tiling.tasks > 1:
+            return chunk, 0
         head = quotient(task, self.config.tasks_per_head)
         first, end = ranges[head, 0, outer_block], ranges[head, 2, outer_block]
-        return chunk, jnp.clip(first + nth, 0, jnp.maximum(end - 1, 0))
+        block = first + nth if self.outer == "query" else jnp.maximum(first, chunks[2] + nth)
+        return chunk, jnp.clip(block, 0, jnp.maximum(end - 1, 0))
+
+    def _query_sums(self, task: Array, *step: Any) -> tuple[Any, ...]:  # noqa: ANN401
+        """Returns the query block that the gradient kernel reads and writes while it processes the last key block."""
+        outer_block, nth, chunks, _ = step
+        block = jnp.where(outer_block == self.config.key_blocks - 1, chunks[2] + nth, chunks[2])
+        return task, chunks[0], jnp.minimum(block, self.config.query_blocks - 1), 0
 
     def numbers(self, which: Which, num: int) -> pl.BlockSpec:
         """Returns the spec of `num` numbers per row of the queries or keys, (N, C, num, rows)."""
@@ -176,7 +246,7 @@ class Specs:
             chunk, block = self._chunk_and_block(which, task, *step)
             return task, chunk, 0, block
 
-        return pl.BlockSpec((1, 1, num, getattr(self.config.blocks, which)), index)
+        return pl.BlockSpec((self.tiling.tasks, 1, num, getattr(self.config.blocks, which)), index)
 
     def inputs(self, rows: PackedRows) -> list[tuple[Array, pl.BlockSpec]]:
         """Returns queries, keys and values, and mask inputs, with their specs."""
@@ -200,7 +270,7 @@ class Specs:
 
 
 class Call(NamedTuple):
-    """A kernel and its arrays; it adds to the last inputs in place."""
+    """A kernel and its arrays; it adds to the sums in place."""
 
     name: str  # of the pass
     kernel: Callable[..., None]
@@ -208,36 +278,36 @@ class Call(NamedTuple):
     multiplies: int  # matrix multiplies per pair of blocks
     rows: PackedRows  # chunks and ranges are known before the kernel starts
     inputs: list[tuple[Array, pl.BlockSpec]]  # arrays and their specs
-    sums: int  # how many of the inputs, the last ones, are summed up in place
-    scratch: list[tuple[int, int]]  # shapes of arrays that last from step to step
+    sums: list[tuple[Array, pl.BlockSpec]]  # arrays that are both inputs and outputs, and their specs
+    scratch: Sequence[tuple[int, ...]]  # shapes of arrays that last from step to step
 
-    @property
-    def outputs(self) -> list[tuple[Array, pl.BlockSpec]]:
-        """The inputs that are summed up."""
-        return self.inputs[-self.sums :]
-
-    def run(self) -> list[Array]:
-        """Runs the kernel and returns the sums."""
+    def run(self, *, has_prior: bool) -> list[Array]:
+        """Runs the kernel and returns the sums. If they are still empty or zero, the kernel does not read them."""
         config, scalars = self.specs.config, (self.rows.chunks, self.rows.ranges)
-        first = len(scalars) + len(self.inputs) - self.sums
-        call = pl.pallas_call(
-            functools.partial(self.kernel, config=config),
-            out_shape=[shaped_like(array, *scalars) for array, _ in self.outputs],
+        every, first = [*self.inputs, *self.sums], len(scalars) + len(self.inputs)
+        read = every if has_prior else self.inputs
+        outer: Literal["parallel", "arbitrary"] = "parallel" if self.specs.outer == "query" else "arbitrary"
+        kernel = pl.pallas_call(
+            functools.partial(self.kernel, config=config, tiling=self.specs.tiling, has_prior=has_prior),
+            out_shape=[shaped_like(array, *scalars) for array, _ in self.sums],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=len(scalars),
                 grid=self.specs.grid,
-                in_specs=[spec for _, spec in self.inputs],
-                out_specs=[spec for _, spec in self.outputs],
+                in_specs=[spec for _, spec in read],
+                out_specs=[spec for _, spec in self.sums],
                 scratch_shapes=[pltpu.VMEM(shape, jnp.float32) for shape in self.scratch],
             ),
-            input_output_aliases={first + i: i for i in range(self.sums)},
-            compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
+            input_output_aliases={first + i: i for i in range(len(self.sums))} if has_prior else {},
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("parallel", outer, "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
+            ),
             cost_estimate=self.specs.cost(self.multiplies, self.rows.query.dtype.itemsize),
             name=f"ringjax_{self.name}",
             interpret=config.interpret,
         )
-        arrays = *scalars, *(array for array, _ in self.inputs)
-        return call(*arrays) if config.interpret else on_its_platform("tpu", call, *arrays, sums=self.sums)
+        call = lambda *arrays: kernel(*arrays[: len(scalars) + len(read)])  # noqa: E731
+        arrays = *scalars, *(array for array, _ in every)
+        return call(*arrays) if config.interpret else on_its_platform("tpu", call, *arrays, sums=len(self.sums))
 
 
 BACKEND = Backend("tpu", "pallas", "tpu", attend, attend_bwd, LIMITS)

@@ -1,13 +1,17 @@
 """The TPU kernels. A grid step attends from one query block to one key block of a task.
 
-Legend: ``N`` tasks, ``C`` chunks, ``n`` key rows of a chunk, ``G`` query heads per key/value head, ``H`` head dim; a
-block has ``M`` query rows and ``S`` key rows. Numbers per query row are stored as rows (1, M): a column in memory would
-be padded to 128 lanes.
+Legend: ``P`` tasks of a grid step, ``M`` query rows and ``S`` key rows of a block, ``H`` head dim. A block is computed
+in tiles: some of its query rows, and all of its key rows or, on the diagonal, those that the mask leaves. Numbers per
+query row are stored as rows (1, M): a column in memory would be padded to 128 lanes. Exponentials have base 2, as in
+hardware.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+import math
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,163 +19,312 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from ringjax._src import online_softmax as softmax
-from ringjax._src.indexing import quotient
+from ringjax._src.indexing import ceil_div, quotient
 from ringjax._src.kernels.blocks import KernelConfig, dot
-from ringjax._src.online_softmax import PartialSoftmax, Running
+from ringjax._src.kernels.tpu.tiling import LANES, Tiling
 
-_LANES = 128
+LOG2_E = math.log2(math.e)
 
 
-def forward_kernel(chunks: Any, ranges: Any, q: Any, kv: Any, *refs: Any, config: KernelConfig) -> None:  # noqa: ANN401
-    """Merges the attention of a query block to its key blocks into the prior output and lse."""
-    *mask_inputs, prior_out, prior_lse, out, lse, acc, maximum, denominator = refs
-    step, nth = _grid_step(ranges, config)
+def forward_kernel(
+    chunks: Any,  # noqa: ANN401
+    ranges: Any,  # noqa: ANN401
+    q: Any,  # noqa: ANN401
+    kv: Any,  # noqa: ANN401
+    *refs: Any,  # noqa: ANN401
+    config: KernelConfig,
+    tiling: Tiling,
+    has_prior: bool,
+) -> None:
+    """Merges the attention of a query block to its key blocks into the prior output and lse.
 
-    @pl.when(nth == 0)
+    The running maximum is the same in all lanes. Each lane sums up its own share of the denominator, which saves a
+    reduction across lanes in every step.
+    """
+    *inputs, out, lse, acc, maximum, denominator = refs
+    mask_inputs, priors = (inputs[:-2], inputs[-2:]) if has_prior else (inputs, ())
+    step = _grid_step(ranges, config, tiling, inner_offset=None)
+
+    def begin() -> None:
+        if not priors:
+            acc[...], denominator[...] = (jnp.zeros(x.shape, x.dtype) for x in (acc, denominator))
+            maximum[...] = jnp.full(maximum.shape, -jnp.inf, maximum.dtype)
+            return
+        prior_out, prior_lse = priors
+        for task in range(tiling.tasks):
+            start = _to_lanes(prior_lse[task, 0]) * LOG2_E
+            is_one = (start != -jnp.inf) & (jax.lax.broadcasted_iota(jnp.int32, start.shape, 1) == 0)
+            acc[task], maximum[task], denominator[task] = prior_out[task, 0], start, is_one.astype(start.dtype)
+
+    def keys_or_values(which: int, tile: Tile) -> Array:
+        return _zero_past_end(kv[which, tile.task, 0, tile.keys], step.key_block, config.num_rows, config.blocks.key)
+
+    def scores_of(tile: Tile) -> Array:
+        scores = dot(q[tile.task, 0, tile.rows], keys_or_values(0, tile), 1, 1) * (config.scale * LOG2_E)
+        if not tile.is_masked:
+            return scores
+        return jnp.where(_mask(config, step, mask_inputs, tile, is_transposed=False), scores, -jnp.inf)
+
+    def attend(tile: Tile, scores: Array) -> None:
+        task, rows, v = tile.task, tile.rows, keys_or_values(1, tile)
+        old = maximum[task, rows]
+        new = jnp.maximum(old, scores.max(axis=1, keepdims=True))
+        finite = jnp.where(new == -jnp.inf, 0.0, new)  # of rows without keys
+        weights = jnp.exp2(scores - _repeat_lanes(finite, scores.shape[1]))
+        decay = jnp.exp2(old - finite)
+        shares = (weights[:, i : i + LANES] for i in range(0, weights.shape[1], LANES))
+        maximum[task, rows], denominator[task, rows] = new, sum(shares, denominator[task, rows] * decay)
+        prior = acc[task, rows] * _repeat_lanes(decay, acc.shape[-1])
+        acc[task, rows] = prior + dot(weights.astype(v.dtype), v, 1, 0)
+
+    def attend_once(tile: Tile, scores: Array) -> None:
+        top = scores.max(axis=1, keepdims=True)
+        weights = jnp.exp2(scores - jnp.where(top == -jnp.inf, 0.0, top))
+        total, v = weights.sum(axis=1, keepdims=True), keys_or_values(1, tile)
+        total = jnp.where(total == 0, 1.0, total)
+        out[tile.task, 0, tile.rows] = dot(weights.astype(v.dtype), v, 1, 0) * (1 / total)
+        lse[tile.task, 0, :, tile.rows] = _to_row(top * (1 / LOG2_E) + jnp.log(total))
+
+    if not has_prior and config.key_blocks == 1:
+        _run(scores_of, attend_once, config, tiling, is_masked=config.needs_mask)
+        return
+
+    pl.when(step.nth == 0)(begin)
+    _run_in_range(scores_of, attend, step, config, tiling)
+
+    @pl.when(step.nth == pl.num_programs(2) - 1)
     def _() -> None:
-        part = PartialSoftmax(prior_out[0, 0], _to_column(prior_lse[0, 0]))
-        acc[...], maximum[...], denominator[...] = softmax.resume(part)
+        for task in range(tiling.tasks):
+            total = denominator[task].sum(axis=1, keepdims=True)
+            total = jnp.where(total == 0, 1.0, total)  # of rows without keys; NaN stays NaN
+            out[task, 0] = acc[task] * (1 / total)
+            lse[task, 0] = (maximum[task] * (1 / LOG2_E) + jnp.log(total)).T[:1]
 
-    def attend(is_masked: bool) -> None:
-        k, v = (_zero_past_end(kv[i, 0, 0], step.inner_block, config.num_rows) for i in (0, 1))
-        scores = dot(q[0, 0], k, 1, 1) * config.scale
-        if is_masked:
-            scores = jnp.where(_mask(config, step, mask_inputs, is_transposed=False), scores, -jnp.inf)
-        state, weights = softmax.rescale(Running(acc[...], maximum[...], denominator[...]), scores)
-        acc[...] = state.acc + dot(weights.astype(v.dtype), v, 1, 0)
-        maximum[...], denominator[...] = state.max, state.denominator + weights.sum(axis=1, keepdims=True)
 
-    _run_in_range(attend, step, config, masked_first=False)
+def gradient_kernel(
+    chunks: Any,  # noqa: ANN401
+    ranges: Any,  # noqa: ANN401
+    q: Any,  # noqa: ANN401
+    kv: Any,  # noqa: ANN401
+    *refs: Any,  # noqa: ANN401
+    config: KernelConfig,
+    tiling: Tiling,
+    has_prior: bool,
+) -> None:
+    """Adds the gradients of queries, keys and values to the prior ones, with five products per tile.
 
-    @pl.when(nth == pl.num_programs(2) - 1)
+    Key blocks are the outer loop. The gradients of all query blocks of the call are summed up in VMEM and are written
+    while the last key block is processed. Scores are transposed, (S, M), so that lse and delta are rows. The gradient
+    of queries is a product of shape (H, M): with a head dim of 128, it fills matrix units of 256 x 256 better.
+    """
+    *inputs, dq, dkv, dq_sum, dk_sum, dv_sum = refs
+    inputs, priors = (inputs[:-2], inputs[-2:]) if has_prior else (inputs, ())
+    *mask_inputs, dout, stats = inputs
+    step = _grid_step(ranges, config, tiling, inner_offset=chunks[2])
+    num_query_rows = config.num_rows * config.q_per_kv
+
+    @pl.when(step.nth == 0)
     def _() -> None:
-        part = softmax.finish(Running(acc[...], maximum[...], denominator[...]))
-        out[0, 0], lse[0, 0] = part.out, _to_row(part.lse)
+        dk_sum[...], dv_sum[...] = (jnp.zeros(x.shape, x.dtype) for x in (dk_sum, dv_sum))
 
-
-def query_gradient_kernel(chunks: Any, ranges: Any, q: Any, kv: Any, *refs: Any, config: KernelConfig) -> None:  # noqa: ANN401
-    """Adds the gradient of a query block to the prior one."""
-    *mask_inputs, dout, stats, prior, dq, acc, lse, delta = refs
-    step, nth = _grid_step(ranges, config)
-
-    @pl.when(nth == 0)
+    @pl.when(step.outer_block == 0)
     def _() -> None:
-        acc[...] = jnp.zeros(acc.shape, acc.dtype)
-        lse[...], delta[...] = (_to_column(stats[0, 0, i : i + 1]) for i in (0, 1))
+        dq_sum[:, step.nth] = jnp.zeros((tiling.tasks, *dq_sum.shape[2:]), dq_sum.dtype)
 
-    def attend(is_masked: bool) -> None:
-        k, v = (_zero_past_end(kv[i, 0, 0], step.inner_block, config.num_rows) for i in (0, 1))
-        scores = dot(q[0, 0], k, 1, 1) * config.scale
-        if is_masked:
-            scores = jnp.where(_mask(config, step, mask_inputs, is_transposed=False), scores, -jnp.inf)
-        probs = jnp.exp(scores - lse[...])
-        dscores = probs * (dot(dout[0, 0], v, 1, 1) / config.output_divisor - delta[...])
-        acc[...] += dot(dscores.astype(k.dtype), k, 1, 0)
+    def keys_or_values(which: int, tile: Tile) -> Array:
+        return _zero_past_end(kv[which, tile.task, 0, tile.keys], step.key_block, config.num_rows, config.blocks.key)
 
-    _run_in_range(attend, step, config, masked_first=False)
+    def queries(ref: Any, tile: Tile) -> Array:  # noqa: ANN401
+        rows, size = ref[tile.task, 0, tile.rows], config.blocks.query
+        return _zero_past_end(rows, step.query_block, num_query_rows, size, tile.first_row)
 
-    @pl.when(nth == pl.num_programs(2) - 1)
+    def scores_of(tile: Tile) -> Array:
+        scores = dot(keys_or_values(0, tile), queries(q, tile), 1, 1) * (config.scale * LOG2_E)
+        if not tile.is_masked:
+            return scores
+        return jnp.where(_mask(config, step, mask_inputs, tile, is_transposed=True), scores, -jnp.inf)
+
+    def attend(tile: Tile, scores: Array) -> None:
+        task, rows, keys = tile.task, tile.rows, tile.keys
+        lse, delta = (stats[task, 0, i : i + 1, rows] for i in (0, 1))
+        if num_query_rows % config.blocks.query:
+            first = step.query_block * config.blocks.query + tile.first_row
+            exists = first + jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1) < num_query_rows
+            lse, delta = jnp.where(exists, lse, jnp.inf), jnp.where(exists, delta, 0.0)
+        (k, v), q_rows, dout_rows = (keys_or_values(i, tile) for i in (0, 1)), queries(q, tile), queries(dout, tile)
+        probs = jnp.exp2(scores - lse)
+        dscores = (probs * (dot(v, dout_rows, 1, 1) - delta)).astype(k.dtype)
+        dv_sum[task, keys] += dot(probs.astype(dout_rows.dtype), dout_rows, 1, 0)
+        dk_sum[task, keys] += dot(dscores, q_rows, 1, 0)
+        dq_sum[task, step.nth, rows] += dot(k, dscores, 0, 0).T
+
+    _run_in_range(scores_of, attend, step, config, tiling)
+
+    @pl.when(step.nth == pl.num_programs(2) - 1)
     def _() -> None:
-        dq[0, 0] = prior[0, 0] + acc[...] * config.scale
+        for i, found in enumerate((dk_sum[...] * config.scale, dv_sum[...])):
+            dkv[i, :, 0] = priors[1][i, :, 0] + found if priors else found
 
-
-def key_gradient_kernel(chunks: Any, ranges: Any, q: Any, kv: Any, *refs: Any, config: KernelConfig) -> None:  # noqa: ANN401
-    """Adds the gradients of a key block and its values to the prior ones."""
-    *mask_inputs, dout, stats, prior, dkv, dk, dv = refs
-    step, nth = _grid_step(ranges, config)
-
-    @pl.when(nth == 0)
+    @pl.when((step.outer_block == pl.num_programs(1) - 1) & (step.query_block < config.query_blocks))
     def _() -> None:
-        dk[...], dv[...] = (jnp.zeros(x.shape, x.dtype) for x in (dk, dv))
-
-    def attend(is_masked: bool) -> None:
-        rows = config.num_rows * config.q_per_kv
-        q_rows, dout_rows = (_zero_past_end(x[0, 0], step.inner_block, rows) for x in (q, dout))
-        lse, delta = (stats[0, 0, i : i + 1] for i in (0, 1))
-        if rows % config.blocks.query:
-            column = step.inner_block * config.blocks.query + jax.lax.broadcasted_iota(jnp.int32, lse.shape, 1)
-            lse, delta = jnp.where(column < rows, lse, jnp.inf), jnp.where(column < rows, delta, 0.0)
-        k, v = kv[0, 0, 0], kv[1, 0, 0]
-        scores = dot(k, q_rows, 1, 1) * config.scale
-        if is_masked:
-            scores = jnp.where(_mask(config, step, mask_inputs, is_transposed=True), scores, -jnp.inf)
-        probs = jnp.exp(scores - lse)
-        dscores = probs * (dot(v, dout_rows, 1, 1) / config.output_divisor - delta)
-        dv[...] += dot(probs.astype(dout_rows.dtype), dout_rows, 1, 0)
-        dk[...] += dot(dscores.astype(q_rows.dtype), q_rows, 1, 0)
-
-    _run_in_range(attend, step, config, masked_first=True)
-
-    @pl.when(nth == pl.num_programs(2) - 1)
-    def _() -> None:
-        dkv[0, 0, 0] = prior[0, 0, 0] + dk[...] * config.scale
-        dkv[1, 0, 0] = prior[1, 0, 0] + dv[...] / config.output_divisor
+        found = dq_sum[:, step.nth] * config.scale
+        dq[:, 0] = priors[0][:, 0] + found if priors else found
 
 
 class _GridStep(NamedTuple):
-    """The blocks of a grid step, and the range of inner blocks of its outer block."""
+    """The blocks of a grid step."""
 
-    outer_block: Array  # query block; key block for the gradient of keys and values
-    inner_block: Array  # the other of the two; past the range, the step does nothing
-    first: Array  # first block of the range
+    nth: Array  # number of the step among those of its outer block
+    outer_block: Array  # query block; key block for the gradient
+    inner_block: Array  # the other of the two; outside of the range, the step does nothing
+    is_query_outer: bool
+    is_in_range: Array  # whether the inner block is in the range of any task
     whole: Array  # boundary between blocks that need a mask and blocks that do not, see `blocks`
-    end: Array  # last block of the range + 1
-    row_count: Array  # key rows of the task
+    row_counts: list[Array]  # key rows of each task
+
+    @property
+    def query_block(self) -> Array:
+        """The query block."""
+        return self.outer_block if self.is_query_outer else self.inner_block
+
+    @property
+    def key_block(self) -> Array:
+        """The key block."""
+        return self.inner_block if self.is_query_outer else self.outer_block
 
 
-def _grid_step(ranges: Any, config: KernelConfig) -> tuple[_GridStep, Array]:  # noqa: ANN401
-    """Returns the current grid step, and its number among those of its outer block."""
-    task, outer_block, nth = (pl.program_id(i) for i in range(3))
-    head = quotient(task, config.tasks_per_head)
-    first, whole, end, row_count = (ranges[head, i, outer_block] for i in range(4))
-    return _GridStep(outer_block, first + nth, first, whole, end, row_count), nth
+class Tile(NamedTuple):
+    """A part of a block that is computed at a time."""
+
+    task: int  # of the tasks of the grid step
+    first_row: int  # of the query rows of the block
+    num_rows: int
+    num_keys: int  # from the first key row of the block on
+    is_masked: bool
+
+    @property
+    def rows(self) -> slice:
+        """The query rows."""
+        return slice(self.first_row, self.first_row + self.num_rows)
+
+    @property
+    def keys(self) -> slice:
+        """The key rows."""
+        return slice(0, self.num_keys)
 
 
-def _run_in_range(attend: Callable[[bool], None], step: _GridStep, config: KernelConfig, *, masked_first: bool) -> None:
-    """Runs `attend` if the inner block is in the range, with a mask if it needs one."""
-    is_in_range, is_before = step.inner_block < step.end, step.inner_block < step.whole
+def _grid_step(ranges: Any, config: KernelConfig, tiling: Tiling, inner_offset: Array | None) -> _GridStep:  # noqa: ANN401
+    """Returns the current grid step.
+
+    Without `inner_offset`, the inner blocks are those of the range, from its first one on. With it, they are all blocks
+    from that one on.
+    """
+    program, outer_block, nth = (pl.program_id(i) for i in range(3))
+    heads = [quotient(program * tiling.tasks + i, config.tasks_per_head) for i in range(tiling.tasks)]
+    starts, ends, row_counts = ([ranges[head, i, outer_block] for head in heads] for i in (0, 2, 3))
+    whole = ranges[heads[0], 1, outer_block]
+    inner_block = nth if tiling.tasks > 1 else starts[0] + nth  # tasks that share a step have one block each
+    if inner_offset is not None:
+        inner_block = inner_offset + nth
+    in_range = [(start <= inner_block) & (inner_block < end) for start, end in zip(starts, ends, strict=True)]
+    is_in_range = functools.reduce(operator.or_, in_range)
+    return _GridStep(nth, outer_block, inner_block, inner_offset is None, is_in_range, whole, row_counts)
+
+
+def _run_in_range(
+    scores_of: Callable[[Tile], Array],
+    attend: Callable[[Tile, Array], None],
+    step: _GridStep,
+    config: KernelConfig,
+    tiling: Tiling,
+) -> None:
+    """Runs `attend` for the tiles of the step if its inner block is in the range, with a mask if it needs one."""
+    run = functools.partial(_run, scores_of, attend, config, tiling)
+    is_masked = step.inner_block >= step.whole if step.is_query_outer else step.inner_block < step.whole
     if not config.needs_mask:
-        pl.when(is_in_range)(lambda: attend(False))
-        return
-    pl.when(is_in_range & (is_before if masked_first else ~is_before))(lambda: attend(True))
-    if not config.mask_rules:
-        pl.when(is_in_range & (~is_before if masked_first else is_before))(lambda: attend(False))
-
-
-def _mask(config: KernelConfig, step: _GridStep, mask_inputs: Sequence[Any], *, is_transposed: bool) -> Array:
-    """Returns the mask of a grid step, (M, S), or (S, M) if transposed."""
-    shape = (config.blocks.key, config.blocks.query) if is_transposed else (config.blocks.query, config.blocks.key)
-    query_block, key_block = step.outer_block, step.inner_block
-    if is_transposed:
-        query_block, key_block = key_block, query_block
-    query_axis, key_axis = (1, 0) if is_transposed else (0, 1)
-    row = query_block * config.blocks.query + jax.lax.broadcasted_iota(jnp.int32, shape, query_axis)
-    column = key_block * config.blocks.key + jax.lax.broadcasted_iota(jnp.int32, shape, key_axis)
-    of_query, of_key = (
-        ([x[0, 0, i : i + 1] for i in range(len(config.mask_rules))] for x in mask_inputs) if mask_inputs else ([], [])
-    )
-    if is_transposed:
-        of_key = [_to_column(x) for x in of_key]
+        pl.when(step.is_in_range)(lambda: run(is_masked=False))
+    elif config.mask_rules or tiling.tasks > 1:
+        pl.when(step.is_in_range)(lambda: run(is_masked=True))
     else:
-        of_query = [_to_column(x) for x in of_query]
-    return config.attends(quotient(row, config.q_per_kv), column, step.row_count, of_query, of_key)
+        pl.when(step.is_in_range & is_masked)(lambda: run(is_masked=True))
+        pl.when(step.is_in_range & ~is_masked)(lambda: run(is_masked=False))
 
 
-def _zero_past_end(rows: Array, block: Array, num_rows: int) -> Array:
-    """Returns the rows of a block, with 0 for rows past the end of the array, whose contents are undefined."""
-    size = rows.shape[0]
-    if num_rows % size == 0:
+def _run(
+    scores_of: Callable[[Tile], Array],
+    attend: Callable[[Tile, Array], None],
+    config: KernelConfig,
+    tiling: Tiling,
+    *,
+    is_masked: bool,
+) -> None:
+    """Runs `attend` for all tiles of a block.
+
+    Scores are computed some tiles ahead of `attend`: the compiler follows this order when it fills the units.
+    """
+    ahead = 1 if is_masked else tiling.ahead
+    waiting: list[tuple[Tile, Array]] = []
+    for tile in tiles(config, tiling, is_masked=is_masked):
+        waiting.append((tile, scores_of(tile)))
+        if len(waiting) > ahead:
+            attend(*waiting.pop(0))
+    for tile, scores in waiting:
+        attend(tile, scores)
+
+
+def tiles(config: KernelConfig, tiling: Tiling, *, is_masked: bool) -> Iterator[Tile]:
+    """Yields the tiles of a block; those on the diagonal of a causal mask end where the mask does.
+
+    A masked block is on the diagonal if query and key blocks hold the same rows and only causality masks inside.
+    """
+    blocks, group = config.blocks, config.q_per_kv
+    is_diagonal = is_masked and config.is_causal and not config.mask_rules and blocks.query == blocks.key * group
+    size = min(tiling.query_rows, blocks.query)
+    for first in range(0, blocks.query, size):
+        num_keys = ceil_div(ceil_div(first + size, group), LANES) * LANES if is_diagonal else blocks.key
+        for task in range(tiling.tasks):
+            yield Tile(task, first, size, num_keys, is_masked)
+
+
+def _mask(
+    config: KernelConfig, step: _GridStep, mask_inputs: Sequence[Any], tile: Tile, *, is_transposed: bool
+) -> Array:
+    """Returns the mask of a tile, (rows, keys), or (keys, rows) if transposed."""
+    shape = (tile.num_keys, tile.num_rows) if is_transposed else (tile.num_rows, tile.num_keys)
+    query_axis, key_axis = (1, 0) if is_transposed else (0, 1)
+    first_row = step.query_block * config.blocks.query + tile.first_row
+    row = first_row + jax.lax.broadcasted_iota(jnp.int32, shape, query_axis)
+    column = step.key_block * config.blocks.key + jax.lax.broadcasted_iota(jnp.int32, shape, key_axis)
+    of_query: list[Array] = []
+    of_key: list[Array] = []
+    for i in range(len(config.mask_rules)):
+        for inputs, part, found in zip(mask_inputs, (tile.rows, tile.keys), (of_query, of_key), strict=True):
+            found.append(inputs[tile.task, 0, i : i + 1, part])
+    if is_transposed:
+        of_key = [_to_lanes(x)[:, :1] for x in of_key]
+    else:
+        of_query = [_to_lanes(x)[:, :1] for x in of_query]
+    return config.attends(quotient(row, config.q_per_kv), column, step.row_counts[tile.task], of_query, of_key)
+
+
+def _zero_past_end(rows: Array, block: Array, num_rows: int, block_rows: int, offset: int = 0) -> Array:
+    """Returns rows of a block from `offset` on, with 0 for rows past the end of the array, which are undefined."""
+    if num_rows % block_rows == 0:
         return rows
-    row = block * size + jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)
+    row = block * block_rows + offset + jax.lax.broadcasted_iota(jnp.int32, rows.shape, 0)
     return jnp.where(row < num_rows, rows, jnp.zeros((), rows.dtype))
 
 
-def _to_column(row: Array) -> Array:
-    """Transposes (1, M) to (M, 1), through a tile of whole lanes, as the hardware transposes only those."""
-    return jnp.broadcast_to(row, (_LANES, row.shape[1])).T[:, :1]
+def _to_lanes(row: Array) -> Array:
+    """Transposes (1, M) to (M, LANES), the same in all lanes; the hardware transposes only tiles of whole lanes."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
 def _to_row(column: Array) -> Array:
     """Transposes (M, 1) to (1, M)."""
-    return jnp.broadcast_to(column, (column.shape[0], _LANES)).T[:1]
+    return jnp.broadcast_to(column, (column.shape[0], LANES)).T[:1]
+
+
+def _repeat_lanes(x: Array, width: int) -> Array:
+    """Repeats (M, LANES), the same in all lanes, to (M, width)."""
+    return jnp.tile(x, (1, ceil_div(width, LANES)))[:, :width] if width != LANES else x
