@@ -362,8 +362,8 @@ def test_arrays_that_the_compiler_shards_equal_the_oracle():
         q, k, v = (jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) for x in (q, k, v))
         return rj.dilated_attention(q, k, v, pattern, segment_ids=segment_ids, **keywords)
 
-    with jax.set_mesh(mesh):
-        assert_equals_oracle(call, attention, implementation="xla")
+    with jax.set_mesh(mesh):  # in float32, as the compiler of jax 0.10 calls back from threads without `enable_x64`
+        assert_equals_oracle(call, attention, dtype="float32", implementation="xla")
 
 
 @SLOW
