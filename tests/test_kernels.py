@@ -296,7 +296,7 @@ def test_kernels_on_a_sharded_batch_without_a_ring_raise():
     mesh = AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,))
     q = jax.ShapeDtypeStruct((4, 1024, 2, 64), jnp.bfloat16, sharding=jax.sharding.NamedSharding(mesh, jax.P("data")))
     attention = functools.partial(rj.dilated_attention, pattern=PATTERN)
-    with pytest.raises(NotImplementedError, match=r"pass how arrays are sharded, by `ring=Ring\(mesh, batch_axis"):
+    with pytest.raises(NotImplementedError, match=r"use explicit axes, .* or pass `ring=Ring\(mesh, axis_name=None"):
         export.export(jax.jit(attention), platforms=["tpu"])(q, q, q)
 
 

@@ -58,7 +58,7 @@ def layer_weights(
         found = block.attention_inputs(x, segment_ids=ids, seq_len=None)
         query, key, lse = (in_sequence_order(model.ring, a) for a in found)
         weights = row_weights(query, key, lse, model.config.pattern, **options)
-        return block(x, deterministic=True, segment_ids=ids), weights
+        return block(x, segment_ids=ids), weights
 
     return model.encoder.run(step, x)[1]
 
@@ -80,7 +80,7 @@ def rollout(
     model = nnx.merge(graph, state)
     x, position = model.rows(inputs)
     ids = segment_ids(position, inputs.lengths)
-    _, states = model.encoder.run(lambda block, x, _: (block(x, deterministic=True, segment_ids=ids), x), x)
+    _, states = model.encoder.run(lambda block, x, _: (block(x, segment_ids=ids), x), x)
     is_pooled = (ids == 0) & ((position == 0) == is_cls)
     first = is_pooled.astype(jnp.promote_types(x.dtype, jnp.float32))
     first = first / first.sum(axis=1, keepdims=True)
