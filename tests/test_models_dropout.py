@@ -63,13 +63,14 @@ def test_dropout_needs_a_key_and_depends_on_it():
     encode = COMPILE(lambda x, key: encoder(x, dropout_rng=key))
     one, same, other = (encode(X, jax.random.key(i)) for i in (1, 1, 2))
     assert error(one, same) == 0 and error(one, other) > 0.1
-    assert error(COMPILE(encoder)(X), COMPILE(encoder_of())(X)) <= 1e-6
-    assert error(one, COMPILE(encoder)(X)) > 0.1
+    plain = COMPILE(encoder)(X)
+    assert error(one, plain) > 0.1
     quiet = LongNetEncoder(config_of(dropout_rate=0.2), rngs=nnx.Rngs(0))
     quiet.eval()
-    assert error(COMPILE(lambda x: quiet(x, dropout_rng=jax.random.key(1)))(X), COMPILE(encoder)(X)) <= 1e-6
+    assert error(COMPILE(lambda x: quiet(x, dropout_rng=jax.random.key(1)))(X), plain) <= 1e-6
 
 
+@pytest.mark.slow
 def test_rematerialized_blocks_drop_the_same():
     gradients = []
     for remat in (False, True):
