@@ -114,8 +114,7 @@ def gradient_kernel(
     """Adds the gradients of queries, keys and values to the prior ones, with five products per tile.
 
     Key blocks are the outer loop. The gradients of all query blocks of the call are summed up in VMEM and are written
-    while the last key block is processed. Scores are transposed, (S, M), so that lse and delta are rows. The gradient
-    of queries is a product of shape (H, M): with a head dim of 128, it fills matrix units of 256 x 256 better.
+    while the last key block is processed. Scores are transposed, (S, M), so that lse and delta are rows.
     """
     *inputs, dq, dkv, dq_sum, dk_sum, dv_sum = refs
     inputs, priors = (inputs[:-2], inputs[-2:]) if has_prior else (inputs, ())
@@ -123,13 +122,7 @@ def gradient_kernel(
     step = _grid_step(ranges, config, tiling, inner_offset=chunks[2])
     num_query_rows = config.num_rows * config.q_per_kv
 
-    @pl.when(step.nth == 0)
-    def _() -> None:
-        dk_sum[...], dv_sum[...] = (jnp.zeros(x.shape, x.dtype) for x in (dk_sum, dv_sum))
-
-    @pl.when(step.outer_block == 0)
-    def _() -> None:
-        dq_sum[:, step.nth] = jnp.zeros((tiling.tasks, *dq_sum.shape[2:]), dq_sum.dtype)
+    is_once = not has_prior and config.query_blocks == config.key_blocks == 1
 
     def keys_or_values(which: int, tile: Tile) -> Array:
         return _zero_past_end(kv[which, tile.task, 0, tile.keys], step.key_block, config.num_rows, config.blocks.key)
@@ -154,9 +147,32 @@ def gradient_kernel(
         (k, v), q_rows, dout_rows = (keys_or_values(i, tile) for i in (0, 1)), queries(q, tile), queries(dout, tile)
         probs = jnp.exp2(scores - lse)
         dscores = (probs * (dot(v, dout_rows, 1, 1) - delta)).astype(k.dtype)
-        dv_sum[task, keys] += dot(probs.astype(dout_rows.dtype), dout_rows, 1, 0)
-        dk_sum[task, keys] += dot(dscores, q_rows, 1, 0)
-        dq_sum[task, step.nth, rows] += dot(k, dscores, 0, 0).T
+        dv_rows, dk_rows = dot(probs.astype(dout_rows.dtype), dout_rows, 1, 0), dot(dscores, q_rows, 1, 0)
+        dq_rows = dot(k, dscores, 0, 0).T if tiling.has_wide_units else dot(dscores, k, 0, 0)
+        if not is_once:
+            dv_sum[task, keys] += dv_rows
+            dk_sum[task, keys] += dk_rows
+            dq_sum[task, step.nth, rows] += dq_rows
+            return
+        dq[task, 0, rows] = dq_rows * config.scale
+        seen = tile.seen_keys
+        for i, found in enumerate((dk_rows * config.scale, dv_rows)):
+            if seen:
+                dkv[i, task, 0, :seen] += found[:seen]
+            if seen < tile.num_keys:
+                dkv[i, task, 0, seen : tile.num_keys] = found[seen:]
+
+    if is_once:
+        _run(scores_of, attend, config, tiling, is_masked=config.needs_mask)
+        return
+
+    @pl.when(step.nth == 0)
+    def _() -> None:
+        dk_sum[...], dv_sum[...] = (jnp.zeros(x.shape, x.dtype) for x in (dk_sum, dv_sum))
+
+    @pl.when(step.outer_block == 0)
+    def _() -> None:
+        dq_sum[:, step.nth] = jnp.zeros((tiling.tasks, *dq_sum.shape[2:]), dq_sum.dtype)
 
     _run_in_range(scores_of, attend, step, config, tiling)
 
@@ -200,6 +216,7 @@ class Tile(NamedTuple):
     first_row: int  # of the query rows of the block
     num_rows: int
     num_keys: int  # from the first key row of the block on
+    seen_keys: int  # how many of them earlier tiles have
     is_masked: bool
 
     @property
@@ -280,10 +297,12 @@ def tiles(config: KernelConfig, tiling: Tiling, *, is_masked: bool) -> Iterator[
     blocks, group = config.blocks, config.q_per_kv
     is_diagonal = is_masked and config.is_causal and not config.mask_rules and blocks.query == blocks.key * group
     size = min(tiling.query_rows, blocks.query)
+    seen_keys = 0
     for first in range(0, blocks.query, size):
         num_keys = ceil_div(ceil_div(first + size, group), LANES) * LANES if is_diagonal else blocks.key
         for task in range(tiling.tasks):
-            yield Tile(task, first, size, num_keys, is_masked)
+            yield Tile(task, first, size, num_keys, seen_keys, is_masked)
+        seen_keys = num_keys
 
 
 def _mask(

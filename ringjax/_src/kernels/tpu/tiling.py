@@ -21,12 +21,25 @@ class Tiling(NamedTuple):
 
     query_rows: int = 256  # query rows of a tile
     ahead: int = 1  # how many tiles ahead scores are computed, in blocks without a mask; 1 with a mask
+    has_wide_units: bool = True  # whether matrix units are 256 x 256, which products of shape (128, M) fill best
     tasks: int = 1  # tasks of a grid step, more than 1 only if a task has one query block and one key block
 
 
-# TABLE
-_AHEAD = {"TPU v5 lite": 0, "TPU v5e": 0, "TPU v5": 0, "TPU v5p": 0, "TPU v6 lite": 1, "TPU v6e": 1}
-_AHEAD_UNKNOWN = 1
+# Cycles of a step of 1024 x 1024 without a mask (bfloat16, head dim 128; libtpu 0.0.42.1):
+#                                       v5e, v5p       v6e
+#   forward, 256 rows, 0 ahead        4599, 4536      3697   (512 rows: 4724, 4696, 3154; 1024: 4922, 4891, 2859)
+#   forward, 256 rows, 1 ahead        4632, 4681      2696
+#   gradient, dq as (M, H)          10437, 10437      5401
+#   gradient, dq as (H, M)          10605, 10604      5006
+_NARROW, _WIDE = Tiling(ahead=0, has_wide_units=False), Tiling()
+_GENERATIONS = {  # by device kind
+    "TPU v5 lite": _NARROW,
+    "TPU v5e": _NARROW,
+    "TPU v5": _NARROW,
+    "TPU v5p": _NARROW,
+    "TPU v6 lite": _WIDE,
+    "TPU v6e": _WIDE,
+}
 
 
 def tiling(config: KernelConfig, num_tasks: int, *, device_kind: str | None = None) -> Tiling:
@@ -38,12 +51,12 @@ def tiling(config: KernelConfig, num_tasks: int, *, device_kind: str | None = No
         device_kind: Generation of the TPU, as JAX names it; by default that of the devices that the program is traced
             for, if known.
     """
-    ahead = _AHEAD.get(device_kind or _device_kind(), _AHEAD_UNKNOWN)
+    known = _GENERATIONS.get(device_kind or _device_kind(), _WIDE)
     tasks = 1
     if config.query_blocks == config.key_blocks == 1:
         most = max(1, _FOLDED_ROWS // config.blocks.query)
         tasks = next(num for num in range(most, 0, -1) if num_tasks % num == 0)
-    return Tiling(ahead=ahead, tasks=tasks)
+    return known._replace(tasks=tasks)
 
 
 def _device_kind() -> str:
