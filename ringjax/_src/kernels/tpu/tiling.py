@@ -1,7 +1,7 @@
 """How the TPU kernels divide a block into tiles, by TPU generation: a table chosen by the compiler's schedules.
 
 The matrix units of a grid step idle while the vector units compute exponentials, unless the compiler finds another tile
-to multiply meanwhile. `benchmarks/tpu_costs.py` reports the cycles of other choices; docs/kernels.md has the results.
+to multiply meanwhile. `benchmarks/tpu_costs.py` reports the cycles of the kernels; docs/kernels.md has the results.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Tiling(NamedTuple):
     tasks: int = 1  # tasks of a grid step, more than 1 only if a task has one query block and one key block
 
 
-# Cycles of a step of 1024 x 1024 without a mask (bfloat16, head dim 128; libtpu 0.0.42.1):
+# Cycles of a step of 1024 x 1024 without a mask (bfloat16, head dim 128; libtpu 0.0.42.1), by which this was chosen:
 #                                       v5e, v5p       v6e
 #   forward, 256 rows, 0 ahead        4599, 4536      3697   (512 rows: 4724, 4696, 3154; 1024: 4922, 4891, 2859)
 #   forward, 256 rows, 1 ahead        4632, 4681      2696
