@@ -30,6 +30,12 @@ def json_output(capsys, *words):
     return json.loads(capsys.readouterr().out)
 
 
+def test_plan_takes_the_options_of_patterns(capsys):
+    options = ["--offsets", "block", "--mixing", "detached", "--padding", "zeros"]
+    output = json_output(capsys, *PLAN, *options)
+    assert output["plan"]["pattern"].endswith("offsets='block', mixing='detached', padding='zeros')")
+
+
 def test_plan_prints_json():
     done = command(*PLAN, "--causal", "--device", "h100", "--json")
     assert (done.returncode, done.stderr) == (0, "")

@@ -21,15 +21,11 @@ from cases import (
     pairwise,
     ring_mesh,
 )
-from flax import nnx
 from hypothesis import given, settings
 from jax.sharding import NamedSharding, PartitionSpec
 
 import ringjax as rj
-import ringjax.linen
 from ringjax._src.aot.collectives import executed
-from ringjax.models import LongNetConfig, LongNetDecoder
-from ringjax.nnx import DilatedSelfAttention
 
 NAMES = ("out", "lse", "dq", "dk", "dv", "dsink")
 UNALIGNED = {"length": 61, "segment_lengths": (16, 24, 64, 8), "dilation_rates": (3, 2, 4, 1)}
@@ -262,7 +258,7 @@ def test_rings_equal_the_oracle(row):
     ring_size, _, head_shards = row["mesh"]
     if row["rule"] == "split" and head_shards > 1:
         row = {**row, "mesh": (ring_size, 2, 1)}
-    heads = 2 * head_shards * (3 if ring_size == 3 else 2)
+    heads = 4 * ring_size if row["rule"] == "split" else 2 * head_shards * (3 if ring_size == 3 else 2)
     call = call_of(row, kv_heads=heads, q_per_kv=2)
     assert_equals_oracle(call, on_ring(ring_of(row)), implementation=available(row["implementation"]))
 
@@ -362,8 +358,8 @@ def test_arrays_that_the_compiler_shards_equal_the_oracle():
         q, k, v = (jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec)) for x in (q, k, v))
         return rj.dilated_attention(q, k, v, pattern, segment_ids=segment_ids, **keywords)
 
-    with jax.set_mesh(mesh):
-        assert_equals_oracle(call, attention, implementation="xla")
+    with jax.set_mesh(mesh):  # in float32, as the compiler of jax 0.10 calls back from threads without `enable_x64`
+        assert_equals_oracle(call, attention, dtype="float32", implementation="xla")
 
 
 @SLOW
@@ -452,60 +448,6 @@ def test_collectives_equal_the_plan():
             planned[message.op, message.dtype, message.bytes] += message.number
         assert executed(compiled.as_text()) == planned, name
     assert [(m.dtype, m.bytes) for m in (*plan.forward, *plan.backward)] == [("int32", 8), ("float32", 32)]
-
-
-def layer_with_sinks(ring=None) -> DilatedSelfAttention:
-    pattern = rj.DilationPattern((8, 32), (1, 4), padding="zeros")  # causal: as with masked padding
-    layer = DilatedSelfAttention(
-        4, 16, pattern, num_kv_heads=2, is_causal=True, sinks=True, ring=ring, rngs=nnx.Rngs(0)
-    )
-    assert not layer.sink_logits[...].any()
-    layer.sink_logits[...] = layer.sink_logits[...] + jnp.arange(4.0)
-    return layer
-
-
-def test_layers_learn_sinks_and_decode_with_them():
-    layer, x = layer_with_sinks(), np.asarray(Case(length=32, kv_heads=1, head_dim=16).arrays(np.float32)[0][:, :, 0])
-    graph, params = nnx.split(layer)
-    other = ringjax.linen.DilatedSelfAttention(4, layer.core.pattern, num_kv_heads=2, is_causal=True, sinks=True)
-
-    @functools.partial(jax.jit, compiler_options=QUICK)
-    def outputs(params, x):
-        layer = nnx.merge(graph, params)
-        cache = rj.init_cache(layer.core.pattern, 2, 2, 4, max_len=32)
-        prompt, cache = layer.prefill(x[:, :20], cache)
-        rest, _ = layer.extend(x[:, 20:], cache)
-        loss = lambda params: (nnx.merge(graph, params)(x) ** 2).sum()  # noqa: E731
-        return layer(x), jnp.concatenate([prompt, rest], axis=1), jax.grad(loss)(params)
-
-    whole, decoded, grads = outputs(params, x)
-    assert error(decoded, whole) < 2e-6
-    assert (np.abs(grads.sink_logits[...]) > 1e-3).all()
-    in_linen = jax.jit(other.apply, compiler_options=QUICK)({"params": nnx.to_pure_dict(params)}, x)
-    assert error(in_linen, whole) < 2e-6
-
-
-@SLOW
-@pytest.mark.parametrize("is_explicit", [False, True])
-def test_layers_with_sinks_give_the_same_on_a_ring(is_explicit):
-    names = ("ring", "heads")
-    mesh = jax.make_mesh((2, 2), names) if is_explicit else ring_mesh(2, 2, names=names)
-    x = np.asarray(Case(length=32, kv_heads=1, head_dim=16).arrays(np.float32)[0][:, :, 0])
-    whole = np.asarray(layer_with_sinks()(x))
-    with jax.set_mesh(mesh):
-        ring = rj.Ring(mesh, head_axis="heads")
-        layer, cache = layer_with_sinks(ring), rj.init_cache(layer_with_sinks().core.pattern, 2, 2, 4, 32, ring=ring)
-        put = lambda x, *names: jax.device_put(x, NamedSharding(mesh, PartitionSpec(*names)))  # noqa: E731
-        prompt, cache = layer.prefill(put(x[:, :16], None, "ring"), cache)
-        rest, _ = layer.extend(put(x[:, 16:]), cache)
-        assert error(layer(put(x, None, "ring")), whole) < 2e-6
-        assert error(np.concatenate([prompt, rest], axis=1), whole) < 2e-6
-
-
-def test_models_have_sinks():
-    config = LongNetConfig.tiny(num_layers=3, vocab_size=8, sinks=True)
-    model = nnx.eval_shape(lambda: LongNetDecoder(config, rngs=nnx.Rngs(0)))
-    assert model.blocks.attention.sink_logits.get_value().shape == (3, 4)
 
 
 def test_padding_before_the_end_is_reported(monkeypatch, caplog):

@@ -1,3 +1,6 @@
+import dataclasses
+import functools
+
 import pytest
 
 import ringjax as rj
@@ -10,6 +13,7 @@ def test_is_a_value():
     assert a == b
     assert hash(a) == hash(b)
     assert a != P((4, 8), (1, 2), mixing="detached")
+    assert a != P((4, 8), (1, 2), padding="zeros")
     assert a != P((8, 4), (2, 1))
     with pytest.raises(AttributeError):
         a.offsets = "none"
@@ -19,6 +23,7 @@ def test_repr_is_readable():
     assert repr(P((4, 8), (1, 2))) == "DilationPattern(4/1, 8/2)"
     text = repr(P((4,), (2,), offsets="block", mixing="detached"))
     assert text == "DilationPattern(4/2, offsets='block', mixing='detached')"
+    assert repr(P((4,), (2,), padding="zeros")) == "DilationPattern(4/2, padding='zeros')"
 
 
 def test_presets():
@@ -30,6 +35,8 @@ def test_presets():
     assert P.for_length(64, first=9, branches=3) == P((9, 24, 64), (1, 2, 4))
     assert P.for_length(2**50 - 1).segment_lengths[-1] == 2**49
     assert P.for_length(64, first=16, branches=3, mixing="detached") == P((16, 32, 64), (1, 2, 4), mixing="detached")
+    for preset in (P.longnet, functools.partial(P.for_length, 4096), functools.partial(P.geometric, 4, 16, 2)):
+        assert preset(padding="zeros") == dataclasses.replace(preset(), padding="zeros")
 
 
 @pytest.mark.parametrize(
