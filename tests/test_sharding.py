@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import QUICK, Case, available, slow_unless
+from cases import NEEDS_KERNELS, QUICK, Case, available, slow_unless
 from flax import nnx
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
@@ -101,6 +101,14 @@ def test_rules_for_the_compiler_are_used_where_it_calls_them(platform, is_partit
     mesh = AbstractMesh((2,), ("data",), axis_types=(AxisType.Auto,), abstract_device=device)
     x = jax.ShapeDtypeStruct((4, 64, 4, 8), np.float32, sharding=jax.NamedSharding(mesh, jax.P("data")))
     assert ("ringjax_call" in str(jax.jit(attention).trace(x, x, x).jaxpr)) == is_partitioned
+
+
+@NEEDS_KERNELS
+def test_shardings_that_are_unknown_when_traced_are_reported():
+    sharding = jax.NamedSharding(mesh_of("auto"), jax.P("data"))
+    f = jax.jit(functools.partial(attention, implementation="native"), in_shardings=(sharding,) * 3)
+    with pytest.warns(UserWarning, match=r"compiled for 8 devices, but the sharding .* place the arrays with"):
+        f.lower(*CASE.arrays(np.float32)[:3])
 
 
 @pytest.mark.parametrize("name", ["batch", "sequence"])

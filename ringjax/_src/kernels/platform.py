@@ -90,6 +90,7 @@ def _lower(on: str | None) -> Callable[..., Any]:
     def rule(ctx: Any, *arrays: Any, platform: str, call: Callable[..., Sequence[Array]], sums: int) -> Any:  # noqa: ANN401
         if platform != on:
             return mlir.lower_fun(lambda *xs: [jnp.zeros_like(x) for x in xs[-sums:]])(ctx, *arrays)
+        _warn_if_gathered(ctx)
         if platform == "cpu":
             if ctx.module_context.lowering_parameters.for_export:
                 raise NotImplementedError(
@@ -113,6 +114,18 @@ def _lower(on: str | None) -> Callable[..., Any]:
                 ) from error
 
     return rule
+
+
+def _warn_if_gathered(ctx: Any) -> None:  # noqa: ANN401
+    """Warns if the compiler partitions the program around a kernel, which it then runs on whole arrays."""
+    num_devices = getattr(ctx.module_context.axis_context, "num_devices", 1)
+    if num_devices > 1 and not ctx.module_context.lowering_parameters.for_export:
+        warnings.warn(
+            f"The attention is compiled for {num_devices} devices, but the sharding of its arrays was unknown when it "
+            "was traced, so each device computes all of it: place the arrays with `jax.device_put` before `jit`, set "
+            "the mesh with `jax.set_mesh`, or pass `ring=`.",
+            stacklevel=2,
+        )
 
 
 def _naming_the_device(ctx: Any, platform: str) -> AbstractContextManager[None]:  # noqa: ANN401
