@@ -132,14 +132,24 @@ def expected_embedding(weights, tiles, coordinates, **options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("length", [1, 14, 100, 777, 1500, 5000, 6000])
-def test_float32_embeddings_of_all_layers_are_those_of_gigapath_at_full_depth(length):
+@pytest.mark.parametrize(
+    ("length", "options"),
+    [
+        (1, {}),
+        (14, {"pool": "mean"}),
+        (100, {"all_layers": True}),
+        (777, {}),
+        (1500, {"pool": "mean"}),
+        (5000, {"all_layers": True}),
+        (6000, {"pool": "mean"}),
+    ],
+)
+def test_float32_embeddings_are_those_of_gigapath_at_full_depth(length, options):
     weights = full_size(12)
     tiles, coordinates = slide_of(length, 1536, dtype=np.float32)
-    encoder = load(weights, np.float32)
-    for options in ({}, {"pool": "mean"}, {"all_layers": True}):
-        found = np.squeeze(encoder(tiles[None], coordinates[None], **options), axis=-2)
-        assert error(found, expected_embedding(weights, tiles, coordinates, **options)) <= 2e-5
+    found = load(weights, np.float32)(tiles[None], coordinates[None], **options)
+    expected = expected_embedding(weights, tiles, coordinates, **options)
+    assert error(np.squeeze(found, axis=-2), expected) <= 2e-5
 
 
 @pytest.mark.slow

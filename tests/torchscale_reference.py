@@ -166,7 +166,7 @@ def stack_weights(rng, num_layers, features, hidden, prefix, *, sub_norm=True, f
             w |= norm_weights(rng, f"{prefix}layers.{i}.{name}", width)
         if xpos_dim:
             zeta = (np.arange(0, xpos_dim, 2) + 0.4 * xpos_dim) / (1.4 * xpos_dim)
-            w[f"{prefix}layers.{i}.self_attn.xpos.scale"] = zeta.astype(np.float32)
+            w[f"{prefix}layers.{i}.self_attn.xpos.scale"] = zeta
     return w | (norm_weights(rng, f"{prefix}layer_norm", features) if final_norm else {})
 
 

@@ -45,7 +45,7 @@ def rotary(
     """
     _check("x", x, positions)
     check_positive("base", base, least=1)
-    return _rotate(x, *_cos_sin(positions, x.shape[-1], base)).astype(x.dtype)
+    return _rotate(x, *_cos_sin(positions, x.shape[-1], base, accumulator(x.dtype))).astype(x.dtype)
 
 
 def xpos(
@@ -106,9 +106,10 @@ def xpos(
         )
     debug.report("positions", f"outside 0 to {length - 1}", lambda: (positions < 0) | (positions >= length))
     dim = query.shape[-1]
-    cos, sin = _cos_sin(positions, dim, base)
-    log_zeta = np.log((np.arange(0, dim, 2) / dim + 0.4) / 1.4).astype(np.float32)
-    powers = (positions.astype(jnp.float32) - length / 2) / scale_base
+    dtype = accumulator(query.dtype)
+    cos, sin = _cos_sin(positions, dim, base, dtype)
+    log_zeta = np.log((np.arange(0, dim, 2) / dim + 0.4) / 1.4).astype(dtype)
+    powers = (positions.astype(dtype) - length / 2) / scale_base
     scale = jnp.exp(powers.reshape(_row_shape(positions)) * log_zeta.reshape(1, 1, 1, -1))
     query = _rotate(query, cos * scale, sin * scale).astype(query.dtype)
     key = _rotate(key, cos / scale, sin / scale).astype(key.dtype)
@@ -128,8 +129,16 @@ def _row_shape(positions: Array) -> tuple[int, int, int, int]:
     return (positions.size // positions.shape[-1], positions.shape[-1], 1, 1)
 
 
-def _cos_sin(positions: Array, dim: int, base: float) -> tuple[Array, Array]:
-    """Returns cosine and sine of the angle of each pair of each row, of shape (1 or B, T, 1, H / 2)."""
+def _cos_sin(positions: Array, dim: int, base: float, dtype: np.dtype) -> tuple[Array, Array]:
+    """Returns cosine and sine of the angle of each pair of each row, of shape (1 or B, T, 1, H / 2).
+
+    Float32 cannot hold the angles of far positions, so they are counted in fractions of a turn, unless `dtype` is
+    float64.
+    """
+    if dtype == np.float64:
+        frequencies = (base ** (-np.arange(0, dim, 2) / dim)).reshape(1, 1, 1, -1)
+        exact = jnp.asarray(positions).astype(dtype).reshape(_row_shape(positions)) * frequencies
+        return jnp.cos(exact), jnp.sin(exact)
     turns = base ** (-np.arange(0, dim, 2) / dim) / (2 * np.pi)  # per position, less than one
     steps = np.round(turns * 2.0**32).astype(np.uint32).reshape(1, 1, 1, -1)
     angles = jnp.asarray(positions).astype(jnp.uint32).reshape(_row_shape(positions)) * steps
