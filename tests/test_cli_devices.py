@@ -75,6 +75,23 @@ def test_doctor_covers_all_processes():
 
 
 @pytest.mark.slow
+def test_processes_with_different_clocks_measure_the_same_number_of_times():
+    code = "from processes import initialize_from_environment as join; join(); "
+    code += "import time, jax; from ringjax.cli import running; clock, speed = time.perf_counter, jax.process_index(); "
+    code += "time.perf_counter = lambda: clock() * (1 + 20 * speed); "
+    code += "assert running.hop_bandwidth(running.ring_mesh(), 4096, budget=0.5) > 0"
+    run_processes([sys.executable, "-c", code], 2, timeout=60)
+
+
+def test_first_process_decides_how_often_all_measure(monkeypatch):
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.experimental.multihost_utils.broadcast_one_to_all", lambda count: np.int32(5))
+    calls = []
+    running.median_seconds(calls.append, 1, budget=0)
+    assert len(calls) == 2 + 5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 8])
 def test_doctor_measures_speed(number):
     command = [sys.executable, "-m", "ringjax", "doctor", "--cpu-devices", str(number), "--json"]

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ringjax._src.api import dilated_attention
@@ -73,14 +74,21 @@ def error_against_reference(
 
 
 def median_seconds(function: Callable[..., Any], *arguments: Any, budget: float, least: int = 2) -> float:  # noqa: ANN401
-    """Returns the median time of a function, called at least `least` times and until `budget` seconds have passed."""
-    jax.block_until_ready(function(*arguments))
-    begin, times = time.perf_counter(), list[float]()
-    while len(times) < least or (time.perf_counter() - begin < budget and len(times) < 1000):
-        start = time.perf_counter()
+    """Returns the median time of a function, called at least `least` times and for about `budget` seconds.
+
+    Every process calls it equally often, as decided by the first one: otherwise one would wait for the others forever.
+    """
+
+    def timed() -> float:
+        begin = time.perf_counter()
         jax.block_until_ready(function(*arguments))
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+        return time.perf_counter() - begin
+
+    timed()  # compiles
+    count = max(least, int(min(1000, budget / max(timed(), 1e-6))))
+    if jax.process_count() > 1:
+        count = int(multihost_utils.broadcast_one_to_all(np.int32(count)))
+    return statistics.median([timed() for _ in range(count)])
 
 
 def hop_bandwidth(mesh: Mesh, message_bytes: int, budget: float, hops: int = 8) -> float:
