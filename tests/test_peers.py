@@ -163,19 +163,41 @@ def test_only_loopback_addresses_are_bound_alone(text, bind, monkeypatch):
         assert given["initialization_timeout"] == 8
 
 
-def test_processes_that_jax_does_not_find_are_one_line(monkeypatch):
+def slurm(address, rank, count=2):
+    """The environment of a process of a SLURM job on this machine."""
+    job = {"SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": address.host, "SLURM_NTASKS": str(count)}
+    place = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+    return {**job, **place, "JAX_COORDINATOR_PORT": str(address.port)}
+
+
+def test_processes_of_a_cluster_are_detected(address, monkeypatch):
+    for name, value in slurm(address, 0, count=1).items():
+        monkeypatch.setenv(name, value)
+    given = []
     monkeypatch.setattr(devices.jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(devices.jax.distributed, "initialize", lambda *args, **options: given.append((args, options)))
+    with devices.started(0, True, "", 1, -1, 7.5):
+        ((args, options),) = given
+        assert args == (address.text, 1, 0)
+        assert (options["coordinator_bind_address"], options["initialization_timeout"]) == (address.text, 8)
 
-    def initialize(**options):
-        assert options["initialization_timeout"] == 8
-        raise ValueError("coordinator_address should be defined.")
 
-    monkeypatch.setattr(devices.jax.distributed, "initialize", initialize)
-    message = "--distributed: JAX did not find the other processes: coordinator_address should be defined."
-    with pytest.raises(UserError, match=message), devices.started(0, True, "", 1, -1, 7.5):
+def test_no_cluster_is_one_line(monkeypatch):
+    monkeypatch.setattr(devices.jax.config, "update", lambda *_: None)
+    message = "--distributed: JAX detects no cluster (SLURM, Open MPI, Cloud TPU, ...); use --coordinator"
+    with pytest.raises(UserError, match=re.escape(message)), devices.started(0, True, "", 1, -1, 7.5):
         pass
     message, endless = "--start-timeout must be a number of seconds, got inf", float("inf")
     with pytest.raises(UserError, match=message), devices.started(0, True, "", 1, -1, endless):
+        pass
+
+
+def test_a_cluster_that_cannot_be_read_is_one_line(address, monkeypatch):
+    for name, value in (slurm(address, 0) | {"SLURM_NTASKS": "two"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(devices.jax.config, "update", lambda *_: None)
+    message = "--distributed: JAX cannot detect the other processes: invalid literal for int"
+    with pytest.raises(UserError, match=message), devices.started(0, True, "", 1, -1, 7.5):
         pass
 
 
@@ -324,10 +346,10 @@ def texts(tmp_path):
 
 
 @contextlib.contextmanager
-def training(script, *options):
+def training(script, *options, env=None):
     """A process of a script, killed at the end."""
     command = [sys.executable, str(EXAMPLES / script), *map(str, options)]
-    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # compiles faster
+    environment = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1", **(env or {})}  # compiles faster
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     try:
         yield process
@@ -375,6 +397,26 @@ def test_a_process_killed_in_training_ends_the_other_with_one_line(address, text
         killed.kill()
         line = f"process {lost} of 2 was killed or its host is down; exiting (continue with --resume)"
         assert result(other, 60) == (1, [f"train_lm: {line}"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_process_killed_in_a_cluster_ends_the_other_with_one_line(address, texts, tmp_path, lost):
+    command = "train_lm.py", "--distributed", *TINY, "--data-path", texts, "--out", tmp_path / "out"
+    with contextlib.ExitStack() as stack:
+        both = [stack.enter_context(training(*command, env=slurm(address, rank))) for rank in range(2)]
+        wait_for_steps(tmp_path / "out", 8)
+        both[lost].kill()
+        line = f"process {lost} of 2 was killed or its host is down; exiting (continue with --resume)"
+        assert result(both[1 - lost], 60) == (1, [f"train_lm: {line}"])
+
+
+@pytest.mark.slow
+def test_a_missing_process_of_a_cluster_is_one_line(address, texts, tmp_path):
+    options = "--distributed", *TINY, "--data-path", texts, "--out", tmp_path / "out", "--start-timeout", 2
+    with training("train_lm.py", *options, env=slurm(address, 0)) as process:
+        line = f"{address.text}: 1 of 2 processes joined within 2 s (--start-timeout); missing: 1"
+        assert result(process) == (2, [f"train_lm: --distributed {line}"])
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 import optax
 from flax import nnx
+from jax._src.clusters import ClusterEnv  # not public, but the only way to detect processes without connecting
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
@@ -27,7 +29,7 @@ from lm.signals import end_with_launcher
 from ringjax.aot import neighbor_cycle
 
 AXES = ("data", "ring", "tensor")
-_LOST_SECONDS, _SHUTDOWN_SECONDS = 40, 60  # without a heartbeat; for all processes to shut down
+_SHUTDOWN_SECONDS = 60  # for all processes to shut down
 
 
 @contextlib.contextmanager
@@ -36,8 +38,8 @@ def started(
 ) -> Iterator[None]:
     """Starts JAX, on simulated CPU devices if `cpu_devices` is not 0, and together with other processes.
 
-    With `distributed`, JAX detects the other processes (SLURM, Cloud TPU, ...); otherwise they connect to
-    `coordinator`. With a coordinator, the loss of a process makes each of the others exit with one line.
+    With `distributed`, JAX detects the other processes (SLURM, Cloud TPU, ...); otherwise `coordinator` is the address
+    of the first one. The loss of a process makes each of the others exit with one line.
 
     Args:
         cpu_devices: Simulated CPU devices of this process; 0 uses the available devices.
@@ -66,32 +68,41 @@ def started(
     if not math.isfinite(timeout):
         raise UserError(f"--start-timeout must be a number of seconds, got {timeout}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    limits = {"initialization_timeout": math.ceil(timeout), "shutdown_timeout_seconds": _SHUTDOWN_SECONDS}
-    if not coordinator:
-        try:
-            jax.distributed.initialize(heartbeat_timeout_seconds=_LOST_SECONDS, **limits)
-        except (ValueError, RuntimeError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"--distributed: JAX did not find the other processes: {reason}") from error
-        yield
-        return
-    if not 0 <= process_id < num_processes:
+    address = Address.parse(coordinator) if coordinator else None
+    if address is None:
+        address, num_processes, process_id = _detect_processes(timeout)
+    elif not 0 <= process_id < num_processes:
         raise UserError(
             f"--coordinator requires --num-processes and a --process-id below it, got {num_processes} and {process_id}"
         )
-    peers = Peers(Address.parse(coordinator), num_processes, process_id)
+    peers = Peers(address, num_processes, process_id)
     peers.rendezvous(timeout)
     with peers:
         with as_user_error(ValueError, RuntimeError):
             jax.distributed.initialize(
-                relayed(peers.address.host, peers.address.port) if process_id else coordinator,
+                relayed(address.host, address.port) if process_id else address.text,
                 num_processes,
                 process_id,
-                coordinator_bind_address=peers.address.bind,
+                coordinator_bind_address=address.bind,
+                initialization_timeout=math.ceil(timeout),
                 heartbeat_timeout_seconds=_SHUTDOWN_SECONDS,  # `Peers` notices a lost process before JAX does
-                **limits,
+                shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
             )
         yield
+
+
+def _detect_processes(timeout: float) -> tuple[Address, int, int]:
+    """Returns the address of the first process, the number of processes and the index of this one."""
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    try:
+        found = ClusterEnv.auto_detect_unset_distributed_params(address, None, None, None, None, math.ceil(timeout))
+    except (ValueError, RuntimeError, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"--distributed: JAX cannot detect the other processes: {reason}") from error
+    coordinator, num_processes, process_id = found[:3]
+    if coordinator is None or num_processes is None or process_id is None:
+        raise UserError("--distributed: JAX detects no cluster (SLURM, Open MPI, Cloud TPU, ...); use --coordinator")
+    return Address.parse(coordinator, "--distributed"), num_processes, process_id
 
 
 def make_mesh(devices: Sequence[jax.Device], data: int, ring: int, tensor: int) -> Mesh:

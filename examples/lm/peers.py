@@ -51,13 +51,17 @@ class Address(NamedTuple):
     text: str
     host: str
     port: int
+    option: str = "--coordinator"  # names the source of the address in messages
 
     @classmethod
-    def parse(cls, text: str) -> Address:
+    def parse(cls, text: str, option: str = "--coordinator") -> Address:
         host, colon, port = text.rpartition(":")
         if not colon or not host.strip("[]") or not port.isdecimal() or not 0 < int(port) < 65536:
-            raise UserError(f"--coordinator must be HOST:PORT with a port from 1 to 65535, got {text!r}")
-        return cls(text, host.strip("[]"), int(port))
+            raise UserError(f"{option} must be HOST:PORT with a port from 1 to 65535, got {text!r}")
+        return cls(text, host.strip("[]"), int(port), option)
+
+    def __str__(self) -> str:
+        return f"{self.option} {self.text}"
 
     @property
     def bind(self) -> str | None:
@@ -85,7 +89,7 @@ class Address(NamedTuple):
                 return socket.create_server(("", self.port), family=socket.AF_INET6, dualstack_ipv6=True)
             return socket.create_server(("", self.port))
         except OSError as error:
-            raise UserError(f"--coordinator {self.text} cannot be bound: {_reason(error)}") from error
+            raise UserError(f"{self} cannot be bound: {_reason(error)}") from error
 
 
 class Connection:
@@ -150,8 +154,7 @@ class Peers:
     def came(self, number: int, timeout: float, missing: str = "") -> str:
         """Returns the error message for missing processes."""
         return (
-            f"--coordinator {self.address.text}: {number} of {self.count} processes joined within {timeout:g} s "
-            f"(--start-timeout){missing}"
+            f"{self.address}: {number} of {self.count} processes joined within {timeout:g} s (--start-timeout){missing}"
         )
 
     def _join(self, deadline: float, timeout: float) -> Connection:
@@ -177,7 +180,7 @@ class Peers:
         if came:
             raise UserError(self.came(came, timeout))
         raise UserError(
-            f"--coordinator {self.address.text}: process {self.rank} could not reach process 0 of {self.count} "
+            f"{self.address}: process {self.rank} could not reach process 0 of {self.count} "
             f"within {timeout:g} s (--start-timeout): {reason}"
         )
 
@@ -198,7 +201,7 @@ class Peers:
                 if kind == "error":
                     raise UserError("".join(x for x in text if x.isprintable()))
                 if kind != "came" or not text.isdecimal():
-                    raise UserError(f"--coordinator {self.address.text}: another program uses this address")
+                    raise UserError(f"{self.address}: another program uses this address")
                 came = min(int(text), self.count - 1)  # only `go` means all of them
         return came
 
@@ -352,7 +355,7 @@ class _Rendezvous:
         if not line.startswith(_GREETING) or len(said) != 2 or not all(x.isdecimal() for x in said):
             return False
         rank, count = map(int, said)
-        start = f"--coordinator {self.peers.address.text}"
+        start = str(self.peers.address)
         if count != self.peers.count:
             asked = f"process {rank} has --num-processes {count}, process 0 has {self.peers.count}"
             self._fail(f"{start}: {asked}", connection)
