@@ -157,7 +157,7 @@ def dilated_attention(
             report_early_padding(ring, ids)
     shard = Shard(query, key, value, ids, seeds, _sinks(sink_logits, query))
     call = sharded.from_types(spec, shard) if ring is None else sharded.on_ring(spec, ring, shard)
-    out = _on_one_device(spec, shard) if call is None else sharded.attention(call, *call.placed(shard).arrays)
+    out = _on_one_device(spec, shard) if call is None else sharded.attention(call, call.placed(shard))
     debug.report_nan(output=jax.tree.leaves(out)[0])
     return out
 
@@ -316,7 +316,7 @@ def ring_dilated_attention(
     local_spec = spec._replace(kv_heads=spec.kv_heads * head_shards)
     given = Shard(query, key, value, segment_ids, seeds, _sinks(sink_logits, query))
     local_spec, shard = device_shard(local_spec, info, given)
-    found = vjp.attention(local_spec, *shard.arrays)
+    found = vjp.attention(local_spec, shard)
     debug.report_nan(output=jax.tree.leaves(found)[0])
     if not return_lse:
         return found.reshape(query.shape)
@@ -333,7 +333,7 @@ def _on_one_device(spec: AttentionSpec, given: Shard) -> vjp.Result:
     spec = spec._replace(stored_length=length, has_ids=ids is not None)
     padding = [(0, 0), (0, shape[1] - length), (0, 0), (0, 0)]
     pad = lambda x, fill: jnp.pad(x, padding[: x.ndim], constant_values=fill) if length < shape[1] else x  # noqa: E731
-    found = vjp.attention(spec, *shard.arrays)
+    found = vjp.attention(spec, shard)
     out = pad((found[0] if spec.returns_lse else found).reshape(shape[0], length, *shape[2:]), 0)
     return (out, pad(found[1].reshape(shape[0], length, shape[2]), -jnp.inf)) if spec.returns_lse else out
 

@@ -38,11 +38,6 @@ class Shard(NamedTuple):
     sink: Array | None = None
     lengths: Array | None = None
 
-    @property
-    def arrays(self) -> tuple[Array | None, ...]:
-        """What callers give: all but the lengths."""
-        return self[:6]
-
 
 class Branch(Protocol):
     """One branch of the pattern on one device.
