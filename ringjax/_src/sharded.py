@@ -41,21 +41,13 @@ _SHARD = {"query": _QUERY, "key": _KEY, "value": _KEY, "ids": _IDS, "seeds": _HE
 
 @dataclasses.dataclass(frozen=True)
 class ShardedCall:
-    """An attention call on arrays that several devices share.
+    """An attention call on arrays that several devices share."""
 
-    Attributes:
-        spec: The call; its sizes are those of the whole arrays.
-        mesh: The mesh, or None if the compiler decides.
-        info: The ring, or None if the compiler decides.
-        batch_axis: Mesh axes of the batch.
-        is_checked: Whether `shard_map` may check varying axes, which interpreted kernels lose.
-    """
-
-    spec: AttentionSpec
-    mesh: Mesh | AbstractMesh | None = None
-    info: RingInfo | None = None
-    batch_axis: AxisName | None = None
-    is_checked: bool = True
+    spec: AttentionSpec  # the call; its sizes are those of the whole arrays
+    mesh: Mesh | AbstractMesh | None = None  # the mesh, or None if the compiler decides
+    info: RingInfo | None = None  # the ring, or None if the compiler decides
+    batch_axis: AxisName | None = None  # mesh axes of the batch
+    is_checked: bool = True  # whether `shard_map` may check varying axes, which interpreted kernels lose
 
     def placed(self, shard: Shard) -> Shard:
         """Shards arrays that are replicated on an explicit mesh, as `shard_map` requires the sharding of its specs."""

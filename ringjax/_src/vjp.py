@@ -26,19 +26,12 @@ from ringjax._src.planning.spec import AttentionSpec
 
 
 class Saved(NamedTuple):
-    """What the forward pass saves for the backward pass.
+    """What the forward pass saves for the backward pass."""
 
-    Attributes:
-        shard: Query, key and value, segment ids, dropout seeds and attention sinks.
-        out: The output (B, c, K, G, H).
-        lse: The log-sum-exp over all branches and extra keys (B, c, K, G).
-        kept: Output rows of each branch on its own, with ``mixing="detached"``; otherwise empty.
-    """
-
-    shard: Shard
-    out: Array
-    lse: Array
-    kept: list[Kept]
+    shard: Shard  # query, key and value, segment ids, dropout seeds and attention sinks
+    out: Array  # the output (B, c, K, G, H)
+    lse: Array  # the log-sum-exp over all branches and extra keys (B, c, K, G)
+    kept: list[Kept]  # output rows of each branch on its own, with ``mixing="detached"``; otherwise empty
 
 
 Result = Array | tuple[Array, Array]

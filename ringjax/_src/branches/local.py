@@ -23,23 +23,14 @@ from ringjax._src.rows.selection import RowSelection
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalBranch:
-    """Attends within the segments of a device.
+    """Attends within the segments of a device."""
 
-    Attributes:
-        spec: The attention call.
-        name: Name of the branch in profiles.
-        parts: Its whole segments, and its shorter last segment.
-        is_first: Whether no branch runs before this one.
-        starts_empty: Whether the first branch is merged into an empty partial softmax.
-        first_head: Index of the first key/value head of the device.
-    """
-
-    spec: AttentionSpec
-    name: str
-    parts: tuple[RowSelection, ...]
-    is_first: bool
-    starts_empty: bool = True
-    first_head: Array | int = 0
+    spec: AttentionSpec  # the attention call
+    name: str  # name of the branch in profiles
+    parts: tuple[RowSelection, ...]  # its whole segments, and its shorter last segment
+    is_first: bool  # whether no branch runs before this one
+    starts_empty: bool = True  # whether the first branch is merged into an empty partial softmax
+    first_head: Array | int = 0  # index of the first key/value head of the device
 
     def start(self, shard: Shard) -> InFlight:
         """Sends nothing."""
