@@ -7,8 +7,11 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ringjax._src import debug, dropout
 from ringjax._src.branches.protocol import Shard
 from ringjax._src.comm.mesh import RingInfo
+from ringjax._src.comm.ring_comm import AxisName
+from ringjax._src.online_softmax import accumulator
 from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.vma import match_vma
 
@@ -58,6 +61,32 @@ def grouped(shard: Shard) -> Shard:
     per_head = lambda x: None if x is None else x.reshape(batch, kv_heads, -1)  # noqa: E731
     query = shard.query.reshape(batch, length, kv_heads, -1, dim)
     return shard._replace(query=query, seeds=per_head(shard.seeds), sink=per_head(shard.sink))
+
+
+def wide_sinks(sink_logits: Array | None, query: Array) -> Array | None:
+    """Returns the logits of attention sinks for each batch entry and head, in the accumulator dtype."""
+    if sink_logits is None:
+        return None
+    debug.report_nan(sink_logits=sink_logits)
+    wide = jnp.asarray(sink_logits).astype(accumulator(query.dtype))
+    return jnp.broadcast_to(wide, (query.shape[0], query.shape[2]))
+
+
+def dropout_seeds(
+    rate: float,
+    rng: Array | None,
+    query: Array,
+    batch_axis: AxisName | None = None,
+    head_axis: AxisName | None = None,
+) -> Array | None:
+    """Returns the dropout seeds of batch entries and heads, which are sharded over the given axes, if any."""
+    if rng is None or rate == 0:
+        return None
+    batch, _, heads, _ = query.shape
+    batch_index, head_index = (0 if axis is None else lax.axis_index(axis) for axis in (batch_axis, head_axis))
+    return dropout.seeds_of(
+        dropout.key_bits(rng), batch=batch, heads=heads, first_entry=batch_index * batch, first_head=head_index * heads
+    )
 
 
 def _marked_padding(spec: AttentionSpec, query: Array, ids: Array | None) -> Array:
