@@ -11,10 +11,12 @@ seeds and sinks (..., B, N).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -36,6 +38,7 @@ from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.validation import check_positions
 
 _QUERY, _KEY, _LSE, _IDS, _HEADS = "b t n h", "b t k h", "b t n", "b t", "b n"  # axes of arrays, see above
+_LOGGER = logging.getLogger("ringjax")
 _SHARD = {"query": _QUERY, "key": _KEY, "value": _KEY, "ids": _IDS, "seeds": _HEADS, "sink": _HEADS}  # of a `Shard`
 
 
@@ -291,6 +294,17 @@ def _partitioned(run: _Pass, leading: int) -> Callable[..., Sequence[Array]]:
     return partition
 
 
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Logs errors of a partitioning rule, which the compiler hides in the middle of a long message."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        _LOGGER.error("ringjax: %s", error)
+        raise
+
+
+@_logged()
 def _partition(
     run: _Pass, leading: int, mesh: Mesh, arguments: Sequence[jax.ShapeDtypeStruct], results: object
 ) -> tuple[Mesh, Callable[..., Sequence[Array]], list[NamedSharding], tuple[NamedSharding, ...]]:
@@ -313,7 +327,7 @@ def _partition(
     front = [tuple(axis for axis in axes(name) if axis not in taken) for name in spec[:leading]]
     _check_divides(mesh, dict(zip(("batch", "length"), query.shape[leading:], strict=False)), names)
     place = lambda array: NamedSharding(mesh, PartitionSpec(*front, *(names.get(x) for x in array.split())))  # noqa: E731
-    local = functools.partial(run.on_device, info, leading, keeps=False)
+    local = _logged()(functools.partial(run.on_device, info, leading, keeps=False))
     return mesh, local, [place(x) for x in run.results], tuple(place(x) for x in run.arguments)
 
 

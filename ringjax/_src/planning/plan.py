@@ -306,7 +306,9 @@ def checked_plan(spec: AttentionSpec) -> Plan:
         NotImplementedError: If heads are sharded in a pattern with ``heads="split"``.
     """
     if spec.pattern.heads == "split" and spec.head_shards > 1:
-        raise NotImplementedError('`heads="split"` does not support heads sharded over a mesh axis.')
+        raise NotImplementedError(
+            '`heads="split"` does not support heads sharded over a mesh axis: replicate them, or use `heads="all"`.'
+        )
     made = make_plan(spec)
     budget = spec.memory_budget
     needed = lambda plan: plan.memory(spec.platform).gradient  # noqa: E731
