@@ -16,7 +16,7 @@ from ringjax._src.comm.layout import layout_for, layout_named
 from ringjax._src.comm.mesh import Ring, RingInfo, abstract_device, axes, check_ring_options, inner_size
 from ringjax._src.comm.order_checks import report_early_padding, report_split_documents
 from ringjax._src.comm.ring_comm import AxisName, StrategyName
-from ringjax._src.device_shard import device_shard, dropout_seeds, grouped, wide_sinks
+from ringjax._src.device_shard import by_kv_head, device_shard, dropout_seeds, wide_sinks
 from ringjax._src.kernels.dispatch import Implementation, check_implementation
 from ringjax._src.kernels.interface import BlockSizes
 from ringjax._src.options import CallOptions, RingOptions
@@ -328,7 +328,7 @@ def _on_one_device(spec: AttentionSpec, given: Shard) -> vjp.Result:
     check_positions(shape[0], length)
     query, key, value = (x[:, :length] for x in (given.query, given.key, given.value))
     ids = None if given.ids is None else given.ids[:, :length]
-    shard = grouped(given._replace(query=query, key=key, value=value, ids=ids))
+    shard = by_kv_head(given._replace(query=query, key=key, value=value, ids=ids))
     spec = spec._replace(stored_length=length, has_ids=ids is not None)
     padding = [(0, 0), (0, shape[1] - length), (0, 0), (0, 0)]
     pad = lambda x, fill: jnp.pad(x, padding[: x.ndim], constant_values=fill) if length < shape[1] else x  # noqa: E731

@@ -1,4 +1,4 @@
-"""What one device holds of an attention call, and the call as that device sees it."""
+"""The arrays of one device in an attention call, and the spec of the call on that device."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def device_shard(spec: AttentionSpec, info: RingInfo | None, given: Shard) -> tu
     spec = ring_spec(spec, info, batch=query.shape[0])
     if spec.seq_len < spec.stored_length:
         ids = _marked_padding(spec, query, ids)
-    return spec._replace(has_ids=ids is not None), grouped(Shard(query, key, value, ids, seeds, sink))
+    return spec._replace(has_ids=ids is not None), by_kv_head(Shard(query, key, value, ids, seeds, sink))
 
 
 def narrow_ids(ids: Array) -> Array:
@@ -54,7 +54,7 @@ def ring_spec(spec: AttentionSpec, info: RingInfo | None, *, batch: int) -> Atte
     return spec._replace(batch=batch, ring_size=fields.pop("axis_size"), **fields)
 
 
-def grouped(shard: Shard) -> Shard:
+def by_kv_head(shard: Shard) -> Shard:
     """Reshapes queries (B, c, N, H) to (B, c, K, G, H), and seeds and sinks (B, N) to (B, K, G)."""
     batch, length, _, dim = shard.query.shape
     kv_heads = shard.key.shape[2]

@@ -206,20 +206,20 @@ class _Pass:
             info: The ring, or None.
             leading: Number of leading axes; they are merged with the batch.
             *arrays: The arrays that `arguments` lists, and what branches kept.
-            keeps: Whether branches keep output rows with ``mixing="detached"``; otherwise they are computed anew.
+            keeps: Whether branches keep output rows with ``mixing="detached"``; otherwise they are recomputed.
         """
         num, shapes = len(self.arguments), [x.shape for x in arrays]
         found = iter([*(x.reshape(-1, *x.shape[leading + 1 :]) for x in arrays[:num]), *arrays[num:]])
         given = Shard(**{name: next(found) for name in self.given})
         check_positions(*given.query.shape[:2])
         spec, shard = device_shard(self.call.spec, info, given)
-        grouped = shard.query.shape
+        query_shape = shard.query.shape
         if not self.is_backward:
             saved = vjp.forward(spec, shard)
             kept = jax.tree.leaves(saved.kept) if keeps else []
             return [saved.out.reshape(shapes[0]), saved.lse.reshape(shapes[0][:-1]), *kept]
         out, lse, dout = (next(found) for _ in range(3))
-        dlse = next(found).reshape(grouped[:-1]) if spec.returns_lse else None
+        dlse = next(found).reshape(query_shape[:-1]) if spec.returns_lse else None
         of_branches: Any = []
         if spec.pattern.mixing == "detached":
             forward = functools.partial(vjp.forward, spec)
@@ -228,8 +228,8 @@ class _Pass:
                 if keeps
                 else (forward(shard).kept)
             )
-        saved = vjp.Saved(shard, out.reshape(grouped), lse.reshape(grouped[:-1]), of_branches)
-        *grads, _, _, dsink, _ = vjp.backward(spec, saved, dout.reshape(grouped), dlse)
+        saved = vjp.Saved(shard, out.reshape(query_shape), lse.reshape(query_shape[:-1]), of_branches)
+        *grads, _, _, dsink, _ = vjp.backward(spec, saved, dout.reshape(query_shape), dlse)
         grads = [x.reshape(shape) for x, shape in zip(grads, shapes, strict=False)]
         if dsink is None:
             return grads

@@ -29,8 +29,8 @@ class Shard(NamedTuple):
     lengths: Array | None = None  # rows of each sequence that are not padding, (B,), or None; for zero keys only
 
 
-class Branch(Protocol):
-    """One branch of the pattern on one device.
+class DeviceBranch(Protocol):
+    """One `Branch` of the pattern, as one device executes it.
 
     With ``mixing="detached"``, the forward pass keeps the branch's own output rows, and the backward pass uses them
     instead of the joint output.

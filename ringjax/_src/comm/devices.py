@@ -105,7 +105,7 @@ _KINDS = {  # parts of `device_kind`, the more specific first
 
 
 def device_named(name: str) -> DeviceModel:
-    """Returns the device with this name; a platform stands for a typical device.
+    """Returns the device with this name; that of a platform is a typical one.
 
     Example:
         >>> device_named("tpu").name, device_named("v5e").name

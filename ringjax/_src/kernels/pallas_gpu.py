@@ -278,7 +278,7 @@ class _Program:
     def own_rows(self) -> _Block:
         """Returns the rows of the program after its loops.
 
-        Their addresses are computed anew, because those from before the loops would be kept in registers, and spill.
+        Their addresses are recomputed, because those from before the loops would be kept in registers, and spill.
         """
         self._load_task()
         return self.queries(self.block) if self.is_over_queries else self.keys(self.block)

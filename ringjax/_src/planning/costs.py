@@ -185,7 +185,7 @@ def pass_seconds(messages: tuple[Message, ...], device: DeviceModel, work: float
         messages: Its messages.
         device: The devices.
         work: Seconds of computation.
-        inner_devices: Devices on the inner mesh axis, if the ring is over several; what leaves it spans machines.
+        inner_devices: Devices on the inner mesh axis, if the ring is over several; other messages leave the machine.
     """
     hopping = waiting = latency = 0.0
     for message in messages:

@@ -234,7 +234,7 @@ def plan(
         head_shards: Number of devices that share the heads.
         device: The device whose speed decides between strategies and whose memory `memory_budget` limits: ``"v5e"``,
             ``"v5p"``, ``"v6e"``, ``"a100"``, ``"h100"``, ``"b200"`` or ``"cpu"`` (simulated devices); ``"tpu"`` and
-            ``"cuda"`` stand for ``"v5p"`` and ``"h100"``. A `Ring` takes it from the devices of its mesh.
+            ``"cuda"`` mean ``"v5p"`` and ``"h100"``. A `Ring` takes it from the devices of its mesh.
         inner_devices: Number of devices on the inner mesh axis, for a ring over several axes, such as the devices of a
             machine; None for a ring over one axis.
 

@@ -129,7 +129,7 @@ def _detail(branch: BranchPlan) -> str:
 
 
 def _number(branch: BranchPlan) -> int:
-    """Returns the number of messages of a part that follow one another in the forward pass: hops and exchanges."""
+    """Returns the number of messages of a piece that follow one another in the forward pass: hops and exchanges."""
     return branch.hops + (2 if branch.exchange else 0 if branch.hops else 1)
 
 
