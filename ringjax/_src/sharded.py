@@ -50,7 +50,6 @@ class ShardedCall:
     mesh: Mesh | AbstractMesh | None = None  # the mesh, or None if the compiler decides
     info: RingInfo | None = None  # the ring, or None if the compiler decides
     batch_axis: AxisName | None = None  # mesh axes of the batch
-    is_checked: bool = True  # whether `shard_map` may check varying axes, which interpreted kernels lose
 
     def placed(self, shard: Shard) -> Shard:
         """Shards arrays that are replicated on an explicit mesh, as `shard_map` requires the sharding of its specs."""
@@ -80,8 +79,7 @@ def on_ring(spec: AttentionSpec, ring: Ring, shard: Shard) -> ShardedCall | None
         checked_plan(ring_spec(spec, info, batch=spec.batch))  # checks the memory budget
         if not any(axis for x in shard[:3] for axis in jax.typeof(x).sharding.spec):
             return None  # otherwise, shard_map removes the explicit axes from the types
-    is_checked = spec.implementation not in ("interpret_tpu", "interpret_gpu")  # these lose varying axes
-    return ShardedCall(spec, ring.resolve(), info, ring.batch_axis, is_checked)
+    return ShardedCall(spec, ring.resolve(), info, ring.batch_axis)
 
 
 def from_types(spec: AttentionSpec, shard: Shard) -> ShardedCall | None:
@@ -110,8 +108,7 @@ def from_types(spec: AttentionSpec, shard: Shard) -> ShardedCall | None:
     ):
         if size % devices:
             raise ValueError(f"`key` {what} must divide evenly over the {devices} devices of {query}, got {size}.")
-    is_checked = spec.implementation not in ("interpret_tpu", "interpret_gpu")
-    return ShardedCall(spec, mesh, info, batch, is_checked)
+    return ShardedCall(spec, mesh, info, batch)
 
 
 def _is_partitioned(platform: str) -> bool:
@@ -182,7 +179,8 @@ class _Pass:
         """Returns the pass in `shard_map`, or of a single device."""
         if self.call.info is None:
             return _on_one_device(self, len(leading))
-        return _in_shard_map(self, leading, self.call.is_checked)
+        is_checked = not self.call.spec.attend_config.is_interpreted  # interpreted kernels lose varying axes
+        return _in_shard_map(self, leading, is_checked)
 
     @property
     def arguments(self) -> list[str]:

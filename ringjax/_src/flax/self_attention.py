@@ -29,6 +29,7 @@ from ringjax._src.validation import (
     check_array,
     check_bool,
     check_callable,
+    check_choice,
     check_counts,
     check_dtype,
     check_heads,
@@ -36,7 +37,6 @@ from ringjax._src.validation import (
     check_instance,
     check_int,
     check_optional,
-    check_optional_choice,
     check_pattern,
     check_positive,
     check_rate,
@@ -265,7 +265,7 @@ def self_attention(
 def check_head_dim(head_dim: int | None, default: int, positions: PositionKind | None) -> int:
     """Checks and returns the head dimension, and checks the positional encoding for queries and keys of that size."""
     dim = default if head_dim is None else check_int("head_dim", head_dim, most=MOST_POSITIONS)
-    check_optional_choice("positions", positions, get_args(PositionKind))
+    check_optional(check_choice, "positions", positions, get_args(PositionKind), "None or one of")
     if positions is not None and dim % 2:
         raise ValueError(f"`head_dim` must be even for `positions={positions!r}`, got {dim}.")
     return dim
