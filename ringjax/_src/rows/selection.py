@@ -37,7 +37,7 @@ class RowSelection:
     chunks: int  # number of chunks
     chunk_length: int  # positions per chunk
     num_rows: int  # most rows that a head selects in a chunk
-    is_aligned: bool  # whether every head selects that many rows in every chunk, at the same places
+    is_aligned: bool  # whether every head selects that many rows in every chunk, at the same offsets
     heads: np.ndarray  # key/value heads that run the branch, (heads,)
     offsets: np.ndarray  # residue of each head, (heads,)
     counts: np.ndarray  # rows that each head selects in a whole segment, (heads,)
