@@ -123,7 +123,10 @@ def test_bad_call(name):
 
 def test_grouped_heads_over_devices():
     split = rj.DilationPattern((4, 16), (1, 2), heads="split")
-    with says('`heads="split"` does not support heads sharded over a mesh axis.', NotImplementedError):
+    with says(
+        '`heads="split"` does not support heads sharded over a mesh axis: replicate them, or use `heads="all"`.',
+        NotImplementedError,
+    ):
         call(rj.Ring(ring_mesh(2, 2, 2, names=ALL), head_axis="tensor"), pattern=split)
 
 

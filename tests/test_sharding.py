@@ -138,7 +138,7 @@ def test_other_calls_on_a_sharded_batch_equal_one_device(kind, rule, has_ids):
     chex.assert_trees_all_close(compiled(*sharded), alone, atol=2e-6, rtol=2e-6)
 
 
-def test_sequence_that_does_not_divide_raises_instead_of_gathering():
+def test_sequence_that_does_not_divide_raises_instead_of_gathering(caplog):
     mesh = mesh_of("auto", (4, 2), ("ring", "data"))
     x = jax.device_put(jnp.ones((2, 62, 2, 8)), jax.NamedSharding(mesh, jax.P("data")))
 
@@ -148,6 +148,17 @@ def test_sequence_that_does_not_divide_raises_instead_of_gathering():
 
     with pytest.raises(Exception, match="length must divide evenly over the 4 devices"):
         jax.jit(f).lower(x).compile(QUICK)
+    (line,) = caplog.messages  # the exception has it between two tracebacks of the compiler
+    assert line.startswith("ringjax: `query` length must divide") and line.endswith("the sharding of `query`.")
+
+
+def test_errors_of_the_program_of_a_device_are_logged_on_one_line(caplog):
+    pattern = rj.DilationPattern((16, 64), (1, 4), heads="split")
+    mesh = mesh_of("auto", (8,), ("model",))
+    x = jax.device_put(jnp.ones((1, 64, 8, 8)), jax.NamedSharding(mesh, jax.P(None, None, "model")))
+    with pytest.raises(Exception, match="does not support heads sharded"):
+        jax.jit(lambda x: rj.dilated_attention(x, x, x, pattern)).lower(x).compile(QUICK)
+    assert caplog.messages[0].endswith('sharded over a mesh axis: replicate them, or use `heads="all"`.')
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -10,16 +10,15 @@ from jax import Array, lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Float, Int
 
-from ringjax._src import debug, dropout, sharded, vjp
+from ringjax._src import debug, sharded, vjp
 from ringjax._src.branches.protocol import Shard
 from ringjax._src.comm.layout import layout_for, layout_named
 from ringjax._src.comm.mesh import Ring, RingInfo, abstract_device, axes, check_ring_options, inner_size
 from ringjax._src.comm.order_checks import report_early_padding, report_split_documents
 from ringjax._src.comm.ring_comm import AxisName, StrategyName
-from ringjax._src.device_shard import device_shard, grouped
+from ringjax._src.device_shard import by_kv_head, device_shard, dropout_seeds, wide_sinks
 from ringjax._src.kernels.dispatch import Implementation, check_implementation
 from ringjax._src.kernels.interface import BlockSizes
-from ringjax._src.online_softmax import accumulator
 from ringjax._src.options import CallOptions, RingOptions
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.planning.spec import AttentionSpec
@@ -148,16 +147,16 @@ def dilated_attention(
         check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
-    seeds = _seeds(dropout_rate, dropout_rng, query)
+    seeds = dropout_seeds(dropout_rate, dropout_rng, query)
     debug.report_nan(query=query, key=key, value=value)
     if ids is not None:
         if ring is not None:
             report_split_documents(ring, ids)
         if pattern.padding == "zeros" and not is_causal:
             report_early_padding(ring, ids)
-    shard = Shard(query, key, value, ids, seeds, _sinks(sink_logits, query))
+    shard = Shard(query, key, value, ids, seeds, wide_sinks(sink_logits, query))
     call = sharded.from_types(spec, shard) if ring is None else sharded.on_ring(spec, ring, shard)
-    out = _on_one_device(spec, shard) if call is None else sharded.attention(call, *call.placed(shard).arrays)
+    out = _on_one_device(spec, shard) if call is None else sharded.attention(call, call.placed(shard))
     debug.report_nan(output=jax.tree.leaves(out)[0])
     return out
 
@@ -311,12 +310,12 @@ def ring_dilated_attention(
     device = abstract_device(jax.sharding.get_abstract_mesh())
     inner = inner_size(axis_name, {axis: lax.axis_size(axis) for axis in axes(axis_name)})
     info = RingInfo(axis_name, ring_size, layout, strategy, memory_budget, head_axis, head_shards, device, inner)
-    seeds = _seeds(dropout_rate, dropout_rng, query, batch_axis, head_axis)
+    seeds = dropout_seeds(dropout_rate, dropout_rng, query, batch_axis, head_axis)
     debug.report_nan(query=query, key=key, value=value)
     local_spec = spec._replace(kv_heads=spec.kv_heads * head_shards)
-    given = Shard(query, key, value, segment_ids, seeds, _sinks(sink_logits, query))
+    given = Shard(query, key, value, segment_ids, seeds, wide_sinks(sink_logits, query))
     local_spec, shard = device_shard(local_spec, info, given)
-    found = vjp.attention(local_spec, *shard.arrays)
+    found = vjp.attention(local_spec, shard)
     debug.report_nan(output=jax.tree.leaves(found)[0])
     if not return_lse:
         return found.reshape(query.shape)
@@ -329,39 +328,13 @@ def _on_one_device(spec: AttentionSpec, given: Shard) -> vjp.Result:
     check_positions(shape[0], length)
     query, key, value = (x[:, :length] for x in (given.query, given.key, given.value))
     ids = None if given.ids is None else given.ids[:, :length]
-    shard = grouped(given._replace(query=query, key=key, value=value, ids=ids))
+    shard = by_kv_head(given._replace(query=query, key=key, value=value, ids=ids))
     spec = spec._replace(stored_length=length, has_ids=ids is not None)
     padding = [(0, 0), (0, shape[1] - length), (0, 0), (0, 0)]
     pad = lambda x, fill: jnp.pad(x, padding[: x.ndim], constant_values=fill) if length < shape[1] else x  # noqa: E731
-    found = vjp.attention(spec, *shard.arrays)
+    found = vjp.attention(spec, shard)
     out = pad((found[0] if spec.returns_lse else found).reshape(shape[0], length, *shape[2:]), 0)
     return (out, pad(found[1].reshape(shape[0], length, shape[2]), -jnp.inf)) if spec.returns_lse else out
-
-
-def _sinks(sink_logits: Array | None, query: Array) -> Array | None:
-    """Returns the logits of attention sinks for each batch entry and head, in the accumulator dtype."""
-    if sink_logits is None:
-        return None
-    debug.report_nan(sink_logits=sink_logits)
-    wide = jnp.asarray(sink_logits).astype(accumulator(query.dtype))
-    return jnp.broadcast_to(wide, (query.shape[0], query.shape[2]))
-
-
-def _seeds(
-    rate: float,
-    rng: Array | None,
-    query: Array,
-    batch_axis: AxisName | None = None,
-    head_axis: AxisName | None = None,
-) -> Array | None:
-    """Returns the dropout seeds of batch entries and heads, which are sharded over the given axes, if any."""
-    if rng is None or rate == 0:
-        return None
-    batch, _, heads, _ = query.shape
-    batch_index, head_index = (0 if axis is None else lax.axis_index(axis) for axis in (batch_axis, head_axis))
-    return dropout.seeds_of(
-        dropout.key_bits(rng), batch=batch, heads=heads, first_entry=batch_index * batch, first_head=head_index * heads
-    )
 
 
 def _axis_size(name: str, value: AxisName | None) -> int:

@@ -122,7 +122,7 @@ def row_weights(
 
 def _selected(branch: Branch, kv_heads: int, p: Array, s: Array) -> Array:
     """Returns 1 where a branch selects query `p` and key `s` in the same segment, otherwise 0: (R, K, T)."""
-    w, r, offsets = branch.segment_length, branch.rate, _offsets(branch, kv_heads)[None, :, None]
+    w, r, offsets = branch.segment_length, branch.rate, jnp.asarray(branch.offset_table(kv_heads))[None, :, None]
     at, key = p[:, None, None], s[None, None]
     is_selected = (at % w % r == offsets) & (key % w % r == offsets) & (at // w == key // w)
     return is_selected.astype(jnp.int32)
@@ -130,16 +130,9 @@ def _selected(branch: Branch, kv_heads: int, p: Array, s: Array) -> Array:
 
 def _slots(branch: Branch, kv_heads: int, p: Array, lengths: Array) -> Array:
     """Counts the keys of a padded segment of sequences of these lengths, 0 where `p` is not selected: (B, R, K)."""
-    is_selected = p[:, None] % branch.segment_length % branch.rate == _offsets(branch, kv_heads)[None]
+    is_selected = p[:, None] % branch.segment_length % branch.rate == jnp.asarray(branch.offset_table(kv_heads))[None]
     num_keys = -(-jnp.minimum(branch.segment_length, lengths) // branch.rate)
     return jnp.where(is_selected[None], num_keys[:, None, None], 0)
-
-
-def _offsets(branch: Branch, kv_heads: int) -> Array:
-    """Returns the offset of each key/value head, -1 for those that do not run the branch."""
-    offsets = np.full(kv_heads, -1)
-    offsets[branch.first_head : branch.first_head + branch.num_heads] = branch.offsets
-    return jnp.asarray(offsets, jnp.int32)
 
 
 def _check_lse(lse: object, shape: tuple[int, ...]) -> None:

@@ -1,7 +1,7 @@
 """Calls that decide themselves how `jax.vmap` maps them.
 
 JAX maps a sharded computation by adding an unsharded axis to its arrays, which gathers a sharded batch. A
-`batched_call` instead makes the function anew, for arrays with one more leading axis, and passes how it is sharded.
+`batched_call` instead creates a new function for arrays with one more leading axis, given how that axis is sharded.
 """
 
 from __future__ import annotations

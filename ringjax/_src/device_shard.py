@@ -1,4 +1,4 @@
-"""What one device holds of an attention call, and the call as that device sees it."""
+"""The arrays of one device in an attention call, and the spec of the call on that device."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import dataclasses
 import jax.numpy as jnp
 from jax import Array, lax
 
+from ringjax._src import debug, dropout
 from ringjax._src.branches.protocol import Shard
 from ringjax._src.comm.mesh import RingInfo
+from ringjax._src.comm.ring_comm import AxisName
+from ringjax._src.online_softmax import accumulator
 from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.vma import match_vma
 
@@ -31,7 +34,7 @@ def device_shard(spec: AttentionSpec, info: RingInfo | None, given: Shard) -> tu
     spec = ring_spec(spec, info, batch=query.shape[0])
     if spec.seq_len < spec.stored_length:
         ids = _marked_padding(spec, query, ids)
-    return spec._replace(has_ids=ids is not None), grouped(Shard(query, key, value, ids, seeds, sink))
+    return spec._replace(has_ids=ids is not None), by_kv_head(Shard(query, key, value, ids, seeds, sink))
 
 
 def narrow_ids(ids: Array) -> Array:
@@ -51,13 +54,39 @@ def ring_spec(spec: AttentionSpec, info: RingInfo | None, *, batch: int) -> Atte
     return spec._replace(batch=batch, ring_size=fields.pop("axis_size"), **fields)
 
 
-def grouped(shard: Shard) -> Shard:
+def by_kv_head(shard: Shard) -> Shard:
     """Reshapes queries (B, c, N, H) to (B, c, K, G, H), and seeds and sinks (B, N) to (B, K, G)."""
     batch, length, _, dim = shard.query.shape
     kv_heads = shard.key.shape[2]
     per_head = lambda x: None if x is None else x.reshape(batch, kv_heads, -1)  # noqa: E731
     query = shard.query.reshape(batch, length, kv_heads, -1, dim)
     return shard._replace(query=query, seeds=per_head(shard.seeds), sink=per_head(shard.sink))
+
+
+def wide_sinks(sink_logits: Array | None, query: Array) -> Array | None:
+    """Returns the logits of attention sinks for each batch entry and head, in the accumulator dtype."""
+    if sink_logits is None:
+        return None
+    debug.report_nan(sink_logits=sink_logits)
+    wide = jnp.asarray(sink_logits).astype(accumulator(query.dtype))
+    return jnp.broadcast_to(wide, (query.shape[0], query.shape[2]))
+
+
+def dropout_seeds(
+    rate: float,
+    rng: Array | None,
+    query: Array,
+    batch_axis: AxisName | None = None,
+    head_axis: AxisName | None = None,
+) -> Array | None:
+    """Returns the dropout seeds of batch entries and heads, which are sharded over the given axes, if any."""
+    if rng is None or rate == 0:
+        return None
+    batch, _, heads, _ = query.shape
+    batch_index, head_index = (0 if axis is None else lax.axis_index(axis) for axis in (batch_axis, head_axis))
+    return dropout.seeds_of(
+        dropout.key_bits(rng), batch=batch, heads=heads, first_entry=batch_index * batch, first_head=head_index * heads
+    )
 
 
 def _marked_padding(spec: AttentionSpec, query: Array, ids: Array | None) -> Array:

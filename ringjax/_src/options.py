@@ -2,38 +2,25 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
-
-from jax import Array
-from jaxtyping import Float, Int
-
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import AxisName, StrategyName
 from ringjax._src.kernels.dispatch import Implementation
 from ringjax._src.kernels.interface import BlockSizes
+from ringjax._src.reference import SharedOptions
 
 
-class AttentionOptions(TypedDict, total=False):
-    """Options that all attention functions share."""
-
-    is_causal: bool
-    segment_ids: Int[Array, "B T"] | None
-    seq_len: int | None
-    scale: float | None
-    dropout_rate: float
-    dropout_rng: Array | None
-    sink_logits: Float[Array, " N"] | None
+class _KernelOptions(SharedOptions, total=False):
     implementation: Implementation | None
     block_sizes: BlockSizes | None
 
 
-class CallOptions(AttentionOptions, total=False):
+class CallOptions(_KernelOptions, total=False):
     """Options of `dilated_attention`."""
 
     ring: Ring | None
 
 
-class RingOptions(AttentionOptions, total=False):
+class RingOptions(_KernelOptions, total=False):
     """Options of `ring_dilated_attention`."""
 
     axis_name: AxisName

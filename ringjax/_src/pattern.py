@@ -10,7 +10,7 @@ import dataclasses
 import math
 import warnings
 from collections import Counter
-from typing import Literal, NamedTuple, TypeVar, get_args
+from typing import Literal, NamedTuple, TypedDict, TypeVar, Unpack, get_args
 
 import numpy as np
 from jax import Array
@@ -22,6 +22,17 @@ Offsets = Literal["mod", "block", "none"]
 Heads = Literal["all", "split"]
 Mixing = Literal["exact", "detached"]
 Padding = Literal["masked", "zeros"]
+
+
+class PatternOptions(TypedDict, total=False):
+    """Options of a `DilationPattern`, see there."""
+
+    offsets: Offsets
+    heads: Heads
+    mixing: Mixing
+    padding: Padding
+
+
 _CHOICES = {"offsets": Offsets, "heads": Heads, "mixing": Mixing, "padding": Padding}
 
 
@@ -51,6 +62,12 @@ class Branch(NamedTuple):
     def rows(self, length: int) -> list[int]:
         """Returns the number of positions that each head selects in a segment of `length` positions."""
         return [max(0, -(-(length - o) // self.rate)) for o in self.offsets]
+
+    def offset_table(self, num_kv_heads: int) -> np.ndarray:
+        """Returns the offset of each key/value head, (num_kv_heads,), -1 if it does not run this branch."""
+        table = np.full(num_kv_heads, -1, np.int32)
+        table[self.first_head : self.first_head + self.num_heads] = self.offsets
+        return table
 
 
 Ints = TypeVar("Ints", np.ndarray, Array)
@@ -123,15 +140,12 @@ class DilationPattern:
         first: int,
         last: int,
         ratio: int,
-        *,
-        offsets: Offsets = "mod",
-        heads: Heads = "all",
-        mixing: Mixing = "exact",
-        padding: Padding = "masked",
+        **options: Unpack[PatternOptions],
     ) -> DilationPattern:
         """Returns a pattern with segments ``first, first * ratio, … last`` and rates ``1, ratio, ratio², …``.
 
-        Every branch selects the same number of rows per segment, so the work per token is constant.
+        Every branch selects the same number of rows per segment, so the work per token is constant. `options` are
+        `offsets`, `heads`, `mixing` and `padding` of the pattern.
 
         Raises:
             ValueError: If `last` is not `first` times a power of `ratio`, or `ratio` is below 2.
@@ -150,25 +164,20 @@ class DilationPattern:
                 f"`last` must be `first` times a power of `ratio`, got first={first}, last={last}, ratio={ratio}."
             )
         rates = tuple(ratio**i for i in range(len(lengths)))
-        return cls(tuple(lengths), rates, offsets=offsets, heads=heads, mixing=mixing, padding=padding)
+        return cls(tuple(lengths), rates, **options)
 
     @classmethod
-    def longnet(
-        cls,
-        *,
-        offsets: Offsets = "mod",
-        heads: Heads = "all",
-        mixing: Mixing = "exact",
-        padding: Padding = "masked",
-    ) -> DilationPattern:
+    def longnet(cls, **options: Unpack[PatternOptions]) -> DilationPattern:
         """Returns the pattern of the LongNet paper: segments of 2048 to 32768, rates 1, 2, 4, 6 and 12.
+
+        `options` are `offsets`, `heads`, `mixing` and `padding` of the pattern.
 
         Example:
             >>> DilationPattern.longnet()
             DilationPattern(2048/1, 4096/2, 8192/4, 16384/6, 32768/12)
         """
         lengths, rates = (2048, 4096, 8192, 16384, 32768), (1, 2, 4, 6, 12)
-        return cls(lengths, rates, offsets=offsets, heads=heads, mixing=mixing, padding=padding)
+        return cls(lengths, rates, **options)
 
     @classmethod
     def for_length(
@@ -177,15 +186,13 @@ class DilationPattern:
         *,
         first: int = 1024,
         branches: int = 5,
-        offsets: Offsets = "mod",
-        heads: Heads = "all",
-        mixing: Mixing = "exact",
-        padding: Padding = "masked",
+        **options: Unpack[PatternOptions],
     ) -> DilationPattern:
         """Returns log-spaced segments from `first` to the largest power of two up to `max_len`, with rates 1, 2, 4, ….
 
         Prov-GigaPath derives the segments of its slide encoder this way. If no power of two up to `max_len` exceeds
-        `first`, the pattern is a single dense branch of length `max_len`.
+        `first`, the pattern is a single dense branch of length `max_len`. `options` are `offsets`, `heads`, `mixing`
+        and `padding` of the pattern.
 
         Raises:
             ValueError: If `max_len` or `first` is below 1, or `branches` is not between 2 and 53.
@@ -198,11 +205,11 @@ class DilationPattern:
         branches = check_int("branches", branches, least=2, most=53)  # the rate doubles with each branch
         last = 1 << (max_len.bit_length() - 1)
         if last <= first:
-            return cls((max_len,), (1,), offsets=offsets, heads=heads, mixing=mixing, padding=padding)
+            return cls((max_len,), (1,), **options)
         steps = branches - 1
         between = (_root(first ** (steps - i) * last**i, steps) for i in range(1, steps))
         rates = tuple(2**i for i in range(branches))
-        return cls((first, *between, last), rates, offsets=offsets, heads=heads, mixing=mixing, padding=padding)
+        return cls((first, *between, last), rates, **options)
 
     def branches(self, num_kv_heads: int, seq_len: int | None = None) -> tuple[Branch, ...]:
         """Returns the branches for a number of key/value heads, with segments clamped to `seq_len`.
@@ -288,9 +295,8 @@ def _offset(rule: Offsets, head: int, rate: int, num_heads: int) -> int:
 def _covered_pairs(branches: tuple[Branch, ...], num_heads: int, length: int) -> int:
     """Counts the (position, head) pairs that at least one branch selects."""
     num_same: Counter[tuple[tuple[int, int, int], ...]] = Counter()  # heads with the same (w, r, o) triples
-    for head in range(num_heads):
-        runs = [b for b in branches if b.first_head <= head < b.first_head + b.num_heads]
-        num_same[tuple((b.segment_length, b.rate, b.offsets[head - b.first_head]) for b in runs)] += 1
+    for offsets in zip(*(b.offset_table(num_heads).tolist() for b in branches), strict=True):
+        num_same[tuple((b.segment_length, b.rate, o) for b, o in zip(branches, offsets, strict=True) if o >= 0)] += 1
     return sum(heads * _covered(selections, length) for selections, heads in num_same.items())
 
 

@@ -19,7 +19,9 @@ from ringjax._src.pattern import Branch, DilationPattern
 from ringjax._src.validation import AttentionShape, check_dropout, check_extra_keys, check_inputs, shown
 
 
-class _Options(TypedDict, total=False):
+class SharedOptions(TypedDict, total=False):
+    """Options that all attention functions share, for their overloads."""
+
     is_causal: bool
     segment_ids: Int[Array, "B T"] | None
     seq_len: int | None
@@ -27,6 +29,9 @@ class _Options(TypedDict, total=False):
     dropout_rate: float
     dropout_rng: Array | None
     sink_logits: Float[Array, " N"] | None
+
+
+class _Options(SharedOptions, total=False):
     rows: Int[ArrayLike, " R"] | None
 
 
@@ -207,8 +212,6 @@ def _checked_rows(rows: ArrayLike, length: int) -> np.ndarray:
 def _branch_mask(branch: Branch, kv_heads: int, p: Array, s: Array) -> Array:
     """Returns whether query position `p` and key position `s` are selected in the same segment: (K, R, T)."""
     w, r = branch.segment_length, branch.rate
-    offsets = jnp.full((kv_heads, 1), -1)
-    stop = branch.first_head + branch.num_heads
-    offsets = offsets.at[branch.first_head : stop, 0].set(jnp.array(branch.offsets, int))
+    offsets = jnp.array(branch.offset_table(kv_heads), int)[:, None]
     chosen_p, chosen_s = (((x % w) % r)[None] == offsets for x in (p, s))
     return chosen_p[:, :, None] & chosen_s[:, None, :] & (p[:, None] // w == s[None, :] // w)[None]

@@ -11,11 +11,13 @@ seeds and sinks (..., B, N).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import jax
 from jax import Array, lax
@@ -36,25 +38,18 @@ from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.validation import check_positions
 
 _QUERY, _KEY, _LSE, _IDS, _HEADS = "b t n h", "b t k h", "b t n", "b t", "b n"  # axes of arrays, see above
+_LOGGER = logging.getLogger("ringjax")
+_SHARD = {"query": _QUERY, "key": _KEY, "value": _KEY, "ids": _IDS, "seeds": _HEADS, "sink": _HEADS}  # of a `Shard`
 
 
 @dataclasses.dataclass(frozen=True)
 class ShardedCall:
-    """An attention call on arrays that several devices share.
+    """An attention call on arrays that several devices share."""
 
-    Attributes:
-        spec: The call; its sizes are those of the whole arrays.
-        mesh: The mesh, or None if the compiler decides.
-        info: The ring, or None if the compiler decides.
-        batch_axis: Mesh axes of the batch.
-        is_checked: Whether `shard_map` may check varying axes, which interpreted kernels lose.
-    """
-
-    spec: AttentionSpec
-    mesh: Mesh | AbstractMesh | None = None
-    info: RingInfo | None = None
-    batch_axis: AxisName | None = None
-    is_checked: bool = True
+    spec: AttentionSpec  # the call; its sizes are those of the whole arrays
+    mesh: Mesh | AbstractMesh | None = None  # the mesh, or None if the compiler decides
+    info: RingInfo | None = None  # the ring, or None if the compiler decides
+    batch_axis: AxisName | None = None  # mesh axes of the batch
 
     def placed(self, shard: Shard) -> Shard:
         """Shards arrays that are replicated on an explicit mesh, as `shard_map` requires the sharding of its specs."""
@@ -62,10 +57,8 @@ class ShardedCall:
         mesh = self.mesh
         if mesh is None or not explicit_axes(mesh):
             return shard
-        kinds = _QUERY, _KEY, _KEY, _IDS, _HEADS, _HEADS
-        place = lambda x, kind: reshard_explicit(x, mesh, self.partition_spec(kind))  # noqa: E731
-        placed = (None if x is None else place(x, kind) for x, kind in zip(shard.arrays, kinds, strict=True))
-        return Shard._make((*placed, shard.lengths))
+        place = lambda name: reshard_explicit(getattr(shard, name), mesh, self.partition_spec(_SHARD[name]))  # noqa: E731
+        return shard._replace(**{name: place(name) for name in _given(shard)})
 
     def partition_spec(self, array: str, leading: Leading = ()) -> PartitionSpec:
         """Returns how an array with these axes is sharded."""
@@ -86,8 +79,7 @@ def on_ring(spec: AttentionSpec, ring: Ring, shard: Shard) -> ShardedCall | None
         checked_plan(ring_spec(spec, info, batch=spec.batch))  # checks the memory budget
         if not any(axis for x in shard[:3] for axis in jax.typeof(x).sharding.spec):
             return None  # otherwise, shard_map removes the explicit axes from the types
-    is_checked = spec.implementation not in ("interpret_tpu", "interpret_gpu")  # these lose varying axes
-    return ShardedCall(spec, ring.resolve(), info, ring.batch_axis, is_checked)
+    return ShardedCall(spec, ring.resolve(), info, ring.batch_axis)
 
 
 def from_types(spec: AttentionSpec, shard: Shard) -> ShardedCall | None:
@@ -116,8 +108,7 @@ def from_types(spec: AttentionSpec, shard: Shard) -> ShardedCall | None:
     ):
         if size % devices:
             raise ValueError(f"`key` {what} must divide evenly over the {devices} devices of {query}, got {size}.")
-    is_checked = spec.implementation not in ("interpret_tpu", "interpret_gpu")
-    return ShardedCall(spec, mesh, info, batch, is_checked)
+    return ShardedCall(spec, mesh, info, batch)
 
 
 def _is_partitioned(platform: str) -> bool:
@@ -134,67 +125,35 @@ def _padded_spec(x: Array) -> PartitionSpec:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    call: ShardedCall,
-    query: Array,
-    key: Array,
-    value: Array,
-    ids: Array | None,
-    seeds: Array | None,
-    sink: Array | None,
-) -> vjp.Result:
+def _attention(call: ShardedCall, shard: Shard) -> vjp.Result:
     call = dataclasses.replace(call, spec=vjp.without_gradient(call.spec))
-    return _attention_fwd(call, query, key, value, ids, seeds, sink)[0]
+    return _attention_fwd(call, shard)[0]
 
 
 attention = jax.jit(_attention, static_argnums=(0,), inline=True)
 
 
-def _attention_fwd(
-    call: ShardedCall,
-    query: Array,
-    key: Array,
-    value: Array,
-    ids: Array | None,
-    seeds: Array | None,
-    sink: Array | None,
-) -> tuple[vjp.Result, Any]:
-    shard = Shard(query, key, value, ids, seeds, sink)
-    out, lse, *kept = batched_call(_Pass(call, _present(shard), is_backward=False), (), *_arrays(shard))
+def _attention_fwd(call: ShardedCall, shard: Shard) -> tuple[vjp.Result, Any]:
+    out, lse, *kept = batched_call(_Pass(call, _given(shard), is_backward=False), (), *jax.tree.leaves(shard))
     kept = [checkpoint_name(x, "ringjax_out") for x in kept]
     out, lse = checkpoint_name(out, "ringjax_out"), checkpoint_name(lse, "ringjax_lse")
     return (out, lse) if call.spec.returns_lse else out, (shard, out, lse, kept)
 
 
-def _attention_bwd(
-    call: ShardedCall,
-    saved: Any,  # noqa: ANN401
-    cotangents: vjp.Result,
-) -> tuple[Array, Array, Array, None, None, Array | None]:
+def _attention_bwd(call: ShardedCall, saved: Any, cotangents: vjp.Result) -> tuple[Shard]:  # noqa: ANN401
     shard, out, lse, kept = saved
-    backward = _Pass(call, _present(shard), is_backward=True)
+    backward = _Pass(call, _given(shard), is_backward=True)
     given = cotangents if call.spec.returns_lse else [cotangents]
-    dq, dk, dv, *dsink = batched_call(backward, (), *_arrays(shard), out, lse, *given, *kept)
-    return dq, dk, dv, None, None, dsink[0] if dsink else None
+    dq, dk, dv, *dsink = batched_call(backward, (), *jax.tree.leaves(shard), out, lse, *given, *kept)
+    return (Shard(dq, dk, dv, sink=dsink[0] if dsink else None),)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)
 
 
-class _Present(NamedTuple):
-    """Which optional arrays there are."""
-
-    ids: bool
-    seeds: bool
-    sink: bool
-
-
-def _present(shard: Shard) -> _Present:
-    return _Present(shard.ids is not None, shard.seeds is not None, shard.sink is not None)
-
-
-def _arrays(shard: Shard) -> list[Array]:
-    return [x for x in shard.arrays if x is not None]
+def _given(shard: Shard) -> tuple[str, ...]:
+    """Returns the names of the arrays that are not None."""
+    return tuple(name for name in _SHARD if getattr(shard, name) is not None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +161,7 @@ class _Pass:
     """The forward or the backward pass as a function of arrays with any number of leading axes."""
 
     call: ShardedCall
-    present: _Present
+    given: tuple[str, ...]  # names of the arrays of the `Shard`
     is_backward: bool
 
     def with_leading(self, leading: Leading) -> Callable[..., Sequence[Array]]:
@@ -220,23 +179,23 @@ class _Pass:
         """Returns the pass in `shard_map`, or of a single device."""
         if self.call.info is None:
             return _on_one_device(self, len(leading))
-        return _in_shard_map(self, leading, self.call.is_checked)
+        is_checked = not self.call.spec.attend_config.is_interpreted  # interpreted kernels lose varying axes
+        return _in_shard_map(self, leading, is_checked)
 
     @property
     def arguments(self) -> list[str]:
         """The axes of the arguments, except for output rows that branches keep."""
-        optional = [name for name, there in zip((_IDS, _HEADS, _HEADS), self.present, strict=True) if there]
         residuals = [_QUERY, _LSE, _QUERY] if self.is_backward else []
         if self.is_backward and self.call.spec.returns_lse:
             residuals.append(_LSE)
-        return [_QUERY, _KEY, _KEY, *optional, *residuals]
+        return [*(_SHARD[name] for name in self.given), *residuals]
 
     @property
     def results(self) -> list[str]:
         """The axes of the results, except for output rows that branches keep."""
         if not self.is_backward:
             return [_QUERY, _LSE]
-        return [_QUERY, _KEY, _KEY, *([_HEADS] if self.present.sink else [])]
+        return [_QUERY, _KEY, _KEY, *([_HEADS] if "sink" in self.given else [])]
 
     def on_device(self, info: RingInfo | None, leading: int, *arrays: Array, keeps: bool) -> list[Array]:
         """Runs the pass on the arrays of a device.
@@ -245,24 +204,20 @@ class _Pass:
             info: The ring, or None.
             leading: Number of leading axes; they are merged with the batch.
             *arrays: The arrays that `arguments` lists, and what branches kept.
-            keeps: Whether branches keep output rows with ``mixing="detached"``; otherwise they are computed anew.
+            keeps: Whether branches keep output rows with ``mixing="detached"``; otherwise they are recomputed.
         """
-        shapes = [x.shape for x in arrays]
-        arrays = tuple(x.reshape(-1, *x.shape[leading + 1 :]) for x in arrays[: len(self.arguments)]) + tuple(
-            arrays[len(self.arguments) :]
-        )
-        found = iter(arrays)
-        query, key, value = (next(found) for _ in range(3))
-        ids, seeds, sink = (next(found) if there else None for there in self.present)
-        check_positions(*query.shape[:2])
-        spec, shard = device_shard(self.call.spec, info, Shard(query, key, value, ids, seeds, sink))
-        grouped = shard.query.shape
+        num, shapes = len(self.arguments), [x.shape for x in arrays]
+        found = iter([*(x.reshape(-1, *x.shape[leading + 1 :]) for x in arrays[:num]), *arrays[num:]])
+        given = Shard(**{name: next(found) for name in self.given})
+        check_positions(*given.query.shape[:2])
+        spec, shard = device_shard(self.call.spec, info, given)
+        query_shape = shard.query.shape
         if not self.is_backward:
             saved = vjp.forward(spec, shard)
             kept = jax.tree.leaves(saved.kept) if keeps else []
             return [saved.out.reshape(shapes[0]), saved.lse.reshape(shapes[0][:-1]), *kept]
         out, lse, dout = (next(found) for _ in range(3))
-        dlse = next(found).reshape(grouped[:-1]) if spec.returns_lse else None
+        dlse = next(found).reshape(query_shape[:-1]) if spec.returns_lse else None
         of_branches: Any = []
         if spec.pattern.mixing == "detached":
             forward = functools.partial(vjp.forward, spec)
@@ -271,12 +226,12 @@ class _Pass:
                 if keeps
                 else (forward(shard).kept)
             )
-        saved = vjp.Saved(shard, out.reshape(grouped), lse.reshape(grouped[:-1]), of_branches)
-        *grads, dsink = vjp.backward(spec, saved, dout.reshape(grouped), dlse)
+        saved = vjp.Saved(shard, out.reshape(query_shape), lse.reshape(query_shape[:-1]), of_branches)
+        *grads, _, _, dsink, _ = vjp.backward(spec, saved, dout.reshape(query_shape), dlse)
         grads = [x.reshape(shape) for x, shape in zip(grads, shapes, strict=False)]
         if dsink is None:
             return grads
-        dsink = dsink.reshape(shapes[2 + sum(self.present)])
+        dsink = dsink.reshape(shapes[self.given.index("sink")])
         if spec.axis_name is None:
             return [*grads, dsink]
         dsink = lax.psum(dsink, spec.axis_name)
@@ -337,6 +292,17 @@ def _partitioned(run: _Pass, leading: int) -> Callable[..., Sequence[Array]]:
     return partition
 
 
+@contextlib.contextmanager
+def _logged() -> Iterator[None]:
+    """Logs errors of a partitioning rule, which the compiler hides in the middle of a long message."""
+    try:
+        yield
+    except (ValueError, NotImplementedError) as error:
+        _LOGGER.error("ringjax: %s", error)
+        raise
+
+
+@_logged()
 def _partition(
     run: _Pass, leading: int, mesh: Mesh, arguments: Sequence[jax.ShapeDtypeStruct], results: object
 ) -> tuple[Mesh, Callable[..., Sequence[Array]], list[NamedSharding], tuple[NamedSharding, ...]]:
@@ -359,7 +325,7 @@ def _partition(
     front = [tuple(axis for axis in axes(name) if axis not in taken) for name in spec[:leading]]
     _check_divides(mesh, dict(zip(("batch", "length"), query.shape[leading:], strict=False)), names)
     place = lambda array: NamedSharding(mesh, PartitionSpec(*front, *(names.get(x) for x in array.split())))  # noqa: E731
-    local = functools.partial(run.on_device, info, leading, keeps=False)
+    local = _logged()(functools.partial(run.on_device, info, leading, keeps=False))
     return mesh, local, [place(x) for x in run.results], tuple(place(x) for x in run.arguments)
 
 

@@ -123,19 +123,10 @@ def check_optional(check: Callable[..., Kind], name: str, value: object, *option
     return None if value is None else check(name, value, *options)
 
 
-def check_choice(name: str, value: object, choices: tuple[Choice, ...]) -> Choice:
+def check_choice(name: str, value: object, choices: tuple[Choice, ...], rule: str = "one of") -> Choice:
     """Checks that a string is one of the choices."""
     if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"`{name}` must be one of {choices}, got {shown(value)}.")
-    return value
-
-
-def check_optional_choice(name: str, value: object, choices: tuple[Choice, ...]) -> Choice | None:
-    """Checks that a string is one of the choices, or None."""
-    if value is None:
-        return None
-    if not isinstance(value, str) or value not in choices:
-        raise ValueError(f"`{name}` must be None or one of {choices}, got {shown(value)}.")
+        raise ValueError(f"`{name}` must be {rule} {choices}, got {shown(value)}.")
     return value
 
 

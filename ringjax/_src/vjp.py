@@ -26,36 +26,21 @@ from ringjax._src.planning.spec import AttentionSpec
 
 
 class Saved(NamedTuple):
-    """What the forward pass saves for the backward pass.
+    """What the forward pass saves for the backward pass."""
 
-    Attributes:
-        shard: Query, key and value, segment ids, dropout seeds and attention sinks.
-        out: The output (B, c, K, G, H).
-        lse: The log-sum-exp over all branches and extra keys (B, c, K, G).
-        kept: Output rows of each branch on its own, with ``mixing="detached"``; otherwise empty.
-    """
-
-    shard: Shard
-    out: Array
-    lse: Array
-    kept: list[Kept]
+    shard: Shard  # query, key and value, segment ids, dropout seeds and attention sinks
+    out: Array  # the output (B, c, K, G, H)
+    lse: Array  # the log-sum-exp over all branches and extra keys (B, c, K, G)
+    kept: list[Kept]  # output rows of each branch on its own, with ``mixing="detached"``; otherwise empty
 
 
 Result = Array | tuple[Array, Array]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(
-    spec: AttentionSpec,
-    query: Array,
-    key: Array,
-    value: Array,
-    ids: Array | None,
-    seeds: Array | None,
-    sink: Array | None,
-) -> Result:
-    """Computes attention (B, c, K, G, H), and the log-sum-exp if asked for; the arguments are those of `Shard`."""
-    return _attention_fwd(without_gradient(spec), query, key, value, ids, seeds, sink)[0]
+def _attention(spec: AttentionSpec, shard: Shard) -> Result:
+    """Computes attention (B, c, K, G, H), and the log-sum-exp if asked for."""
+    return _attention_fwd(without_gradient(spec), shard)[0]
 
 
 # Calls outside of `jit` compile once, and equal layers are traced once. Inlined, because plain XLA holds more in memory
@@ -99,30 +84,16 @@ def forward(spec: AttentionSpec, shard: Shard) -> Saved:
     return Saved(given, checkpoint_name(out, "ringjax_out"), lse, kept)
 
 
-def _attention_fwd(
-    spec: AttentionSpec,
-    query: Array,
-    key: Array,
-    value: Array,
-    ids: Array | None,
-    seeds: Array | None,
-    sink: Array | None,
-) -> tuple[Result, Saved]:
-    saved = forward(spec, Shard(query, key, value, ids, seeds, sink))
+def _attention_fwd(spec: AttentionSpec, shard: Shard) -> tuple[Result, Saved]:
+    saved = forward(spec, shard)
     return (saved.out, saved.lse) if spec.returns_lse else saved.out, saved
 
 
-class InputGrads(NamedTuple):
-    """Gradients of the arrays of a `Shard`."""
+def backward(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None) -> Shard:
+    """Computes the gradients, given those of the output and of the log-sum-exp if it was returned.
 
-    query: Array
-    key: Array
-    value: Array
-    sink: Array | None  # (B, K, G): the sum over the rows of this device
-
-
-def backward(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None) -> InputGrads:
-    """Computes the gradients, given those of the output and of the log-sum-exp if it was returned."""
+    That of sinks, (B, K, G), is the sum over the rows of this device.
+    """
     shard, _, lse, kept = saved
     branches = make_branches(spec, shard)
     kept = kept or [None] * len(branches)
@@ -141,10 +112,10 @@ def backward(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None)
             grads = branch.finish_bwd(shard, residuals, rows, sent, grads)
     dq, dk, dv = (x.astype(shard.query.dtype) for x in (grads.query, *grads.kv))
     if shard.sink is None:
-        return InputGrads(dq, dk, dv, None)
+        return Shard(dq, dk, dv)
     dsink = -jnp.sum(jnp.exp(shard.sink[:, None] - residuals.lse) * residuals.delta, axis=1)
     # devices add their shares, which must not overlap with the communication of a branch
-    return InputGrads(dq, dk, dv, after(dsink, grads, ordered_axis(spec, branches, others=1)))
+    return Shard(dq, dk, dv, sink=after(dsink, grads, ordered_axis(spec, branches, others=1)))
 
 
 def _residuals(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None) -> Residuals:
@@ -163,12 +134,9 @@ def _residuals(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | Non
     return Residuals(dout, softmax.for_backward(lse), shift)
 
 
-def _attention_bwd(
-    spec: AttentionSpec, saved: Saved, cotangents: Result
-) -> tuple[Array, Array, Array, None, None, Array | None]:
+def _attention_bwd(spec: AttentionSpec, saved: Saved, cotangents: Result) -> tuple[Shard]:
     dout, dlse = cotangents if isinstance(cotangents, tuple | list) else (cotangents, None)
-    grads = backward(spec, saved, dout, dlse)
-    return grads.query, grads.key, grads.value, None, None, grads.sink
+    return (backward(spec, saved, dout, dlse),)
 
 
 _attention.defvjp(_attention_fwd, _attention_bwd)

@@ -21,22 +21,13 @@ class Finding(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A layout and a strategy with their costs.
-
-    Attributes:
-        layout: The layout.
-        strategy: The strategy.
-        cost: Estimated seconds of the forward and backward pass if a device is given, otherwise flops of the busiest
-            device.
-        sent: Bytes sent per device, forward and backward.
-        gradient_memory: Bytes of memory per device, forward and backward.
-    """
+    """A layout and a strategy with their costs."""
 
     layout: str
     strategy: str
-    cost: float
-    sent: int
-    gradient_memory: int
+    cost: float  # estimated seconds of both passes if a device is given, otherwise flops of the busiest device
+    sent: int  # bytes sent per device, forward and backward
+    gradient_memory: int  # bytes of memory per device, forward and backward
 
 
 _MOST_EXPOSED = 0.1  # share of the time that communication may add before a warning

@@ -28,7 +28,7 @@ _DIGITS = "." + string.digits[1:] + string.ascii_lowercase  # symbols of branche
 _MASKS = 4  # heads shown in a mask picture
 _POSITIONS = 64  # shown in a coverage picture
 _MOST_HEADS = 256  # shown in a coverage picture
-_MOST_PIECES = 2**16  # segments times heads, which are processed one by one
+_MOST_SEGMENTS = 2**16  # over all heads; they are processed one by one
 
 
 def draw(what: str, job: PlanOptions, path: pathlib.Path) -> None:
@@ -67,11 +67,11 @@ def _check(what: str, job: PlanOptions) -> None:
             f"--kv-heads (by default --heads) must be at most {_MOST_HEADS} to draw the coverage, got {job.kv_heads}"
         )
     for branch in job.plan().branches:
-        pieces = -(-job.seq_len // branch.segment_length) * job.kv_heads
-        if what == "ring" and pieces > _MOST_PIECES:
+        segments = -(-job.seq_len // branch.segment_length) * job.kv_heads
+        if what == "ring" and segments > _MOST_SEGMENTS:
             raise ValueError(
                 f"--pattern must have longer segments to draw a ring of {job.seq_len} positions: branch "
-                f"{branch.segment_length}/{branch.rate} has {pieces:,} segments over all heads, limit {_MOST_PIECES:,}"
+                f"{branch.segment_length}/{branch.rate} has {segments:,} over all heads, limit {_MOST_SEGMENTS:,}"
             )
 
 

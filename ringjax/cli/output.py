@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
+from ringjax._src.planning import table
 
-WIDTH = 120
+WIDTH, table_text = table.WIDTH, table.table_text  # as for plans
 # ASCII replacements for the characters of tables and pictures.
 _ASCII = str.maketrans("─━│┃…×░▒▓█", "--||.x.:+#") | dict.fromkeys(map(ord, "┌┐└┘├┤┬┴┼┏┓┗┛┡┩┢┪┳┻╇╈"), "+")
 
@@ -65,20 +62,6 @@ def encodable(text: str, encoding: str | None) -> str:
         text = text if encoding.lower().startswith("utf") else text.translate(_ASCII)
         return text.encode(encoding, "backslashreplace").decode(encoding)
     return text
-
-
-def table_text(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]], num_left: int = 1) -> str:
-    """Returns a table as text, at most 120 columns wide; the first `num_left` columns are left-justified."""
-    table = Table(title=title, title_justify="left", title_style="")
-    for i, name in enumerate(columns):
-        table.add_column(name, justify="left" if i < num_left else "right")
-    for row in rows:
-        table.add_row(*row)
-    out = io.StringIO()
-    # cells may contain user input, which is not markup
-    console = Console(file=out, width=WIDTH, color_system=None, markup=False, emoji=False, highlight=False)
-    console.print(table)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def seconds_text(seconds: float) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.pattern import Branch, selected_before
 from ringjax._src.planning.branch_plan import BranchPlan
+from ringjax._src.planning.costs import runs_of
 from ringjax._src.planning.table import bytes_text
 from ringjax.cli.arguments import PlanOptions
 
@@ -39,18 +40,16 @@ def mask_of(job: PlanOptions, heads: int) -> np.ndarray:
     for number, branch in reversed(list(enumerate(job.branches, 1))):
         same = p[:, None] // branch.segment_length == p[None, :] // branch.segment_length
         same &= (p[None, :] <= p[:, None]) | (not job.is_causal)
+        selections = selected(branch, job.kv_heads, p)
         for head in range(heads):
-            chosen = selected(branch, head * job.kv_heads // job.num_heads, p)
+            chosen = selections[head * job.kv_heads // job.num_heads]
             first[head][same & chosen[:, None] & chosen[None, :]] = number
     return first
 
 
-def selected(branch: Branch, head: int, p: np.ndarray) -> np.ndarray:
-    """Returns whether a branch selects each position for a key/value head."""
-    index = head - branch.first_head
-    if not 0 <= index < branch.num_heads:
-        return np.zeros(p.shape, bool)
-    return np.asarray(p % branch.segment_length % branch.rate == branch.offsets[index])
+def selected(branch: Branch, kv_heads: int, p: np.ndarray) -> np.ndarray:
+    """Returns whether a branch selects each position for each key/value head, (heads, positions)."""
+    return p % branch.segment_length % branch.rate == branch.offset_table(kv_heads)[:, None]
 
 
 class Reach(NamedTuple):
@@ -64,33 +63,22 @@ class Reach(NamedTuple):
 def coverage_of(job: PlanOptions, positions: int) -> tuple[np.ndarray, list[Reach]]:
     """Counts the branches that select each of the first positions, (heads, positions); also returns their reach."""
     p = np.arange(min(positions, job.seq_len))
-    table = np.array([[selected(b, h, p) for b in job.branches] for h in range(job.kv_heads)]).sum(axis=1)
+    table = np.array([selected(b, job.kv_heads, p) for b in job.branches]).sum(axis=0)
     reach = [Reach(f"{b.segment_length:,} / {b.rate}", b.segment_length, 1 / b.rate) for b in job.branches]
     return table, reach
 
 
 class Schedule(NamedTuple):
-    """The schedule of one branch on the ring.
+    """The schedule of one branch on the ring."""
 
-    Attributes:
-        name: Segment length and rate.
-        where: ``"local"``, ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"all_to_all_ring"``.
-        ring_devices: Number of devices that share a segment.
-        exchange_devices: Number of devices that exchange heads, or 1.
-        source: Origin of the keys that a device attends to in each step, (devices, steps); of a team, its first device.
-        labels: What is written into the cells of `source`: the origin, or after an exchange the heads of the device.
-        work: Number of (query, key) pairs that a device computes with them, over its heads, (devices, steps).
-        sent: Bytes that a device sends in the forward pass.
-    """
-
-    name: str
-    where: str
-    ring_devices: int
-    exchange_devices: int
-    source: np.ndarray
-    labels: np.ndarray
-    work: np.ndarray
-    sent: int
+    name: str  # segment length and rate
+    where: str  # ``"local"``, ``"ring"``, ``"all_gather"``, ``"all_to_all"`` or ``"all_to_all_ring"``
+    ring_devices: int  # number of devices that share a segment
+    exchange_devices: int  # number of devices that exchange heads, or 1
+    source: np.ndarray  # device (of a team, the first) whose keys a device attends to in each step, (devices, steps)
+    labels: np.ndarray  # text in the cells of `source`: the origin, or after an exchange the heads of the device
+    work: np.ndarray  # number of (query, key) pairs that a device computes with them, over its heads, (devices, steps)
+    sent: int  # bytes that a device sends in the forward pass
 
     @property
     def about(self) -> str:
@@ -142,22 +130,17 @@ def _head_labels(branch: BranchPlan) -> np.ndarray:
 
 def pairs_between(branch: BranchPlan) -> np.ndarray:
     """Counts the attended pairs of a query on one device and a key on another, (devices, devices), over all heads."""
-    request, selection = branch.spec, branch.branch
-    layout, w = layout_named(request.layout), selection.segment_length
-    length, chunk = request.stored_length, request.chunk_length
-    edges = np.sort(np.concatenate([np.arange(0, length, w), np.arange(0, length + 1, chunk)]))
-    edges = edges[np.diff(edges, prepend=-1) > 0]
-    device = np.empty(layout.multiple(request.ring_size), np.int64)
-    device[list(layout.order(request.ring_size))] = np.repeat(np.arange(request.ring_size), layout.chunks)
-    owner, segment = device[edges[:-1] // chunk], edges[:-1] // w
-    pairs = np.zeros((request.ring_size, request.ring_size))
+    spec, selection = branch.spec, branch.branch
+    w, layout = selection.segment_length, layout_named(spec.layout)
+    edges, device, segment = runs_of(selection, layout, spec.ring_size, spec.stored_length)
+    pairs = np.zeros((spec.ring_size, spec.ring_size))
     starts = np.flatnonzero(np.diff(segment, prepend=-1, append=-1))
     for offset, count in zip(selection.offsets, selection.rows(w), strict=True):
         counts = np.diff(selected_before(edges, w, selection.rate, np.array(offset), np.array(count))).astype(float)
         for begin, end in itertools.pairwise(starts):
-            num_rows, devices = counts[begin:end], owner[begin:end]
+            num_rows, devices = counts[begin:end], device[begin:end]
             attended = np.outer(num_rows, num_rows)
-            if request.is_causal:
+            if spec.is_causal:
                 attended = np.tril(attended, -1) + np.diag(num_rows * (num_rows + 1) / 2)
             np.add.at(pairs, (devices[:, None], devices[None, :]), attended)
-    return pairs * request.q_per_kv
+    return pairs * spec.q_per_kv

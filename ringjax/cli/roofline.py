@@ -15,19 +15,12 @@ from ringjax.cli.hardware import Device
 
 
 class PassTime(NamedTuple):
-    """Seconds of one pass of one branch on the busiest device.
+    """Seconds of one pass of one branch on the busiest device."""
 
-    Attributes:
-        compute: Time of the matrix multiplications.
-        memory: Time to move rows to and from device memory, once per chunk pair.
-        link: Time of the messages.
-        total: Time of the pass, with messages overlapped where possible.
-    """
-
-    compute: float
-    memory: float
-    link: float
-    total: float
+    compute: float  # time of the matrix multiplications
+    memory: float  # time to move rows to and from device memory, once per chunk pair
+    link: float  # time of the messages
+    total: float  # time of the pass, with messages overlapped where possible
 
     @property
     def exposed(self) -> float:
@@ -39,12 +32,6 @@ class PassTime(NamedTuple):
 class Estimate:
     """Estimated time of one attention at the peak figures of a device, a lower bound for real programs.
 
-    Attributes:
-        device: The device.
-        forward: Time of the forward pass, per branch.
-        backward: Time of the backward pass, per branch.
-        tokens: Number of tokens in the batch.
-
     Example:
         >>> from ringjax.cli.arguments import PlanOptions
         >>> from ringjax.cli.hardware import DEVICES
@@ -54,9 +41,9 @@ class Estimate:
     """
 
     device: Device
-    forward: tuple[PassTime, ...]
-    backward: tuple[PassTime, ...]
-    tokens: int
+    forward: tuple[PassTime, ...]  # time of the forward pass, per branch
+    backward: tuple[PassTime, ...]  # time of the backward pass, per branch
+    tokens: int  # number of tokens in the batch
 
     @property
     def forward_seconds(self) -> float:

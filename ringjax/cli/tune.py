@@ -57,27 +57,18 @@ class Trial(NamedTuple):
 class Tuning:
     """The fastest measured options, to be passed to `Ring` and `dilated_attention`.
 
-    Attributes:
-        device: Kind of the measured devices.
-        ring_size: Number of devices that shared the sequence.
-        layout: The fastest layout.
-        strategy: The fastest strategy.
-        block_sizes: The fastest block sizes; None for the defaults, or without kernels.
-        about: Description of the workload.
-        trials: All measurements.
-
     Example:
         >>> Tuning("TPU v5p", 1, "contiguous", "auto", BlockSizes(512, 1024)).block_sizes.key
         1024
     """
 
-    device: str
-    ring_size: int
-    layout: str
-    strategy: StrategyName
-    block_sizes: BlockSizes | None
-    about: str = ""
-    trials: tuple[Trial, ...] = ()
+    device: str  # kind of the measured devices
+    ring_size: int  # number of devices that shared the sequence
+    layout: str  # the fastest layout
+    strategy: StrategyName  # the fastest strategy
+    block_sizes: BlockSizes | None  # the fastest block sizes; None for the defaults, or without kernels
+    about: str = ""  # description of the workload
+    trials: tuple[Trial, ...] = ()  # all measurements
 
     def ring(self, mesh: Mesh, **options: Any) -> Ring:  # noqa: ANN401
         """Returns a ring with this layout and strategy; `options` are passed to `Ring`."""

@@ -18,8 +18,7 @@ it (as metadata of the parameters); all other parameters are replicated.
 
 from __future__ import annotations
 
-import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -236,10 +235,13 @@ class LongNetDecoder(BlockStack):
         top_k = check_sampling(rng, temperature, top_k, greedy)
         if top_k is not None and top_k > self.embed.num_embeddings:
             raise ValueError(f"`top_k` must be at most the vocabulary size {self.embed.num_embeddings}, got {top_k}.")
-        dynamic, static = (temperature, None) if isinstance(temperature, Array) else (None, float(temperature))
-        choice = _Choice(num_tokens, max_len, static, top_k, greedy, debug.is_enabled())
         ends = clipped_counts("lengths", ends, batch, length, least=1)
-        return _generate_tokens(*nnx.split(self), prompt, ends, rng, dynamic, choice)
+        options: dict[str, Any] = {"num_tokens": num_tokens, "top_k": top_k, "greedy": greedy, "max_len": max_len}
+        options["reports"] = debug.is_enabled()
+        arrays = *nnx.split(self), prompt, ends, rng
+        if isinstance(temperature, Array):
+            return _generate(*arrays, temperature, **options)
+        return _generate_at(*arrays, float(temperature), **options)
 
     def _empty_cache(self, batch: int, max_len: int) -> DecodeCache:
         core, dtype = self.blocks.attention.core, jnp.dtype(self.config.dtype)
@@ -360,42 +362,35 @@ def _embedding(config: LongNetConfig, vocab_size: int, rngs: nnx.Rngs) -> nnx.Em
     )
 
 
-class _Choice(NamedTuple):
-    """Static arguments of `_generate_tokens`."""
-
-    num_tokens: int
-    max_len: int
-    temperature: float | None  # None if it is an array
-    top_k: int | None
-    greedy: bool
-    reports: bool  # whether debug reports are enabled, see `ringjax._src.debug`
-
-
-@functools.partial(jax.jit, static_argnames="choice")
 def _generate_tokens(
     graph: nnx.GraphDef[LongNetDecoder],
     state: Any,  # noqa: ANN401
     prompt: Array,
     lengths: Array,
     rng: Array | None,
-    temperature: Array | None,
-    choice: _Choice,
+    temperature: Array | float,
+    *,
+    max_len: int,
+    reports: bool,
+    **sampling: Any,  # noqa: ANN401
 ) -> Array:
     """Fills the caches with all tokens of the prompts but the last, and generates from there."""
+    del reports  # programs with and without debug reports differ
     model = nnx.merge(graph, state)
     last = jnp.take_along_axis(prompt, lengths[:, None] - 1, axis=1)[:, 0]
     if (ring := model.ring) is not None:
         last = reshard(ring, last, PartitionSpec(ring.batch_axis))
         prompt = to_layout(prompt, ring.layout, ring.size("axis_name"))
         prompt = reshard(ring, prompt, PartitionSpec(ring.batch_axis, ring.axis_name))
-    _, caches = model.prefill(prompt, choice.max_len, lengths=lengths - 1)
+    _, caches = model.prefill(prompt, max_len, lengths=lengths - 1)
 
     def step(caches: tuple[DecodeCache, ...], tokens: Array) -> tuple[Array, tuple[DecodeCache, ...]]:
         logits, caches = model.extend(tokens, caches)
         return logits[:, 0], caches
 
-    used: Any = temperature if choice.temperature is None else choice.temperature
-    tokens, _ = generate(
-        step, caches, last, choice.num_tokens, rng=rng, temperature=used, top_k=choice.top_k, greedy=choice.greedy
-    )
-    return tokens
+    return generate(step, caches, last, rng=rng, temperature=temperature, **sampling)[0]
+
+
+_CONSTANTS = ("num_tokens", "top_k", "greedy", "max_len", "reports")
+_generate = jax.jit(_generate_tokens, static_argnames=_CONSTANTS)
+_generate_at = jax.jit(_generate_tokens, static_argnames=(*_CONSTANTS, "temperature"))

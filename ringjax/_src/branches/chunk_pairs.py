@@ -43,14 +43,16 @@ def chunk_pairs(
         every = [(a, b) for a in range(rows.chunks) for b in range(rows.chunks) if a == b or spans_all]
         return [_pairs(*zip(*every, strict=True))]
     if is_own:
-        return [_diagonal(tuple(range(rows.chunks))), *([_pairs((1,), (0,))] if rows.chunks == 2 and spans_all else [])]
+        same = tuple(range(rows.chunks))
+        diagonal = _pairs(same, same)._replace(is_diagonal=True)
+        return [diagonal, *([_pairs((1,), (0,))] if rows.chunks == 2 and spans_all else [])]
     if rows.chunks == 1:
         return [_pairs((0,), (0,))._replace(active=(key_device < query_device)[None])]
-    same = jnp.where(key_device < query_device, 0, 1).astype(jnp.int32)  # front-front or back-back
+    which = jnp.where(key_device < query_device, 0, 1).astype(jnp.int32)  # front-front or back-back
     if not spans_all:
-        return [ChunkPairs(same[None], same[None])]
-    one, zero = jnp.ones_like(same), jnp.zeros_like(same)
-    return [ChunkPairs(jnp.stack([one, same]), jnp.stack([zero, same]))]
+        return [ChunkPairs(which[None], which[None])]
+    one, zero = jnp.ones_like(which), jnp.zeros_like(which)
+    return [ChunkPairs(jnp.stack([one, which]), jnp.stack([zero, which]))]
 
 
 def chunk_starts(spec: AttentionSpec, device: Array) -> Array:
@@ -60,10 +62,6 @@ def chunk_starts(spec: AttentionSpec, device: Array) -> Array:
 
 def _pairs(query: tuple[int, ...], key: tuple[int, ...]) -> ChunkPairs:
     return ChunkPairs(jnp.array(query, jnp.int32), jnp.array(key, jnp.int32))
-
-
-def _diagonal(chunks: tuple[int, ...]) -> ChunkPairs:
-    return _pairs(chunks, chunks)._replace(is_diagonal=True)
 
 
 def _by_position(spec: AttentionSpec, rows: RowSelection, query_device: Array, key_device: Array) -> ChunkPairs:

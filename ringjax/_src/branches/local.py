@@ -23,23 +23,14 @@ from ringjax._src.rows.selection import RowSelection
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LocalBranch:
-    """Attends within the segments of a device.
+    """Attends within the segments of a device."""
 
-    Attributes:
-        spec: The attention call.
-        name: Name of the branch in profiles.
-        parts: Its whole segments, and its shorter last segment.
-        is_first: Whether no branch runs before this one.
-        starts_empty: Whether the first branch is merged into an empty partial softmax.
-        first_head: Index of the first key/value head of the device.
-    """
-
-    spec: AttentionSpec
-    name: str
-    parts: tuple[RowSelection, ...]
-    is_first: bool
-    starts_empty: bool = True
-    first_head: Array | int = 0
+    spec: AttentionSpec  # the attention call
+    name: str  # name of the branch in profiles
+    selections: tuple[RowSelection, ...]  # of its whole segments, and of its shorter last one
+    is_first: bool  # whether no branch runs before this one
+    starts_empty: bool = True  # whether the first branch is merged into an empty partial softmax
+    first_head: Array | int = 0  # index of the first key/value head of the device
 
     def start(self, shard: Shard) -> InFlight:
         """Sends nothing."""
@@ -47,7 +38,7 @@ class LocalBranch:
     def finish(self, shard: Shard, in_flight: InFlight, merged: PartialSoftmax) -> tuple[PartialSoftmax, Kept]:
         """Merges the branch into `merged`."""
         kept = []
-        for rows in self.parts:
+        for rows in self.selections:
             operands = self._operands(shard, rows)
             if self.spec.pattern.mixing == "detached":
                 part = self._own_start(shard, rows)
@@ -64,28 +55,28 @@ class LocalBranch:
 
     def finish_bwd(self, shard: Shard, residuals: Residuals, kept: Kept, in_flight: InFlight, grads: Grads) -> Grads:
         """Adds the gradients of the branch to `grads`."""
-        for i, rows in enumerate(self.parts):
-            operands, of_part = self._operands(shard, rows), residuals
+        for i, rows in enumerate(self.selections):
+            operands, of_rows = self._operands(shard, rows), residuals
             if self.spec.pattern.mixing == "detached":
                 packer = self._packer(rows)
                 zeros = jnp.zeros_like(residuals.dout)
                 out = rows.put_view(zeros, *packer.add((rows.view(zeros),), (kept[i],)))
                 own_delta = delta(residuals.dout, out, residuals.lse.dtype, self.spec.attend_config)
-                of_part = residuals._replace(delta=own_delta + residuals.delta)
-                of_part = of_part._replace(out=None if residuals.out is None else out)
-            grads = attend_bwd(grads, operands, of_part, self._config(is_prior_empty=self.is_first))
+                of_rows = residuals._replace(delta=own_delta + residuals.delta)
+                of_rows = of_rows._replace(out=None if residuals.out is None else out)
+            grads = attend_bwd(grads, operands, of_rows, self._config(is_prior_empty=self.is_first))
         return grads
 
     def count_tiles(self) -> int:
         """Counts the score tiles that this device computes."""
-        loops = [block_loop(rows, self.spec.q_per_kv, self.spec.is_causal) for rows in self.parts]
-        tasks = [self.spec.batch * rows.chunks * len(rows.heads) for rows in self.parts]
+        loops = [block_loop(rows, self.spec.q_per_kv, self.spec.is_causal) for rows in self.selections]
+        tasks = [self.spec.batch * rows.chunks * len(rows.heads) for rows in self.selections]
         return sum(num * int(loop.count_tiles()) for num, loop in zip(tasks, loops, strict=True))
 
     def _own_start(self, shard: Shard, rows: RowSelection) -> PartialSoftmax:
-        """Returns the partial softmax over the zero keys of a part of the branch."""
+        """Returns the partial softmax over the zero keys in one selection of the branch."""
         start = branch_start(self.spec, shard, rows.branch, self.first_head)
-        if len(self.parts) == 1:
+        if len(self.selections) == 1:
             return start
         at = jnp.arange(shard.query.shape[1], dtype=jnp.int32)[None, :, None, None]
         is_inside = (at >= rows.first) & (at < rows.first + rows.chunks * rows.chunk_length)

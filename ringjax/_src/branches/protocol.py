@@ -18,34 +18,19 @@ Kept = Any  # output rows that a branch keeps for its backward pass, or None
 
 
 class Shard(NamedTuple):
-    """What a device holds.
+    """What a device holds."""
 
-    Attributes:
-        query: (B, c, K, G, H).
-        key: (B, c, K, H).
-        value: (B, c, K, H).
-        ids: Segment ids (B, c), or None.
-        seeds: Dropout seed of each head, (B, K, G), or None.
-        sink: Logit of the attention sink of each head, (B, K, G), in the accumulator dtype, or None.
-        lengths: Rows of each sequence that are not padding, (B,), or None; for zero keys only.
-    """
-
-    query: Array
-    key: Array
-    value: Array
-    ids: Array | None = None
-    seeds: Array | None = None
-    sink: Array | None = None
-    lengths: Array | None = None
-
-    @property
-    def arrays(self) -> tuple[Array | None, ...]:
-        """What callers give: all but the lengths."""
-        return self[:6]
+    query: Array  # (B, c, K, G, H)
+    key: Array  # (B, c, K, H)
+    value: Array  # (B, c, K, H)
+    ids: Array | None = None  # segment ids (B, c), or None
+    seeds: Array | None = None  # dropout seed of each head, (B, K, G), or None
+    sink: Array | None = None  # logit of the attention sink of each head, (B, K, G), in the accumulator dtype, or None
+    lengths: Array | None = None  # rows of each sequence that are not padding, (B,), or None; for zero keys only
 
 
-class Branch(Protocol):
-    """One branch of the pattern on one device.
+class DeviceBranch(Protocol):
+    """One `Branch` of the pattern, as one device executes it.
 
     With ``mixing="detached"``, the forward pass keeps the branch's own output rows, and the backward pass uses them
     instead of the joint output.

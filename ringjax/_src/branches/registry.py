@@ -6,7 +6,7 @@ from ringjax._src.branches.all_gather import AllGatherBranch
 from ringjax._src.branches.all_to_all import AllToAllBranch, DenseAllToAllBranch, head_exchange
 from ringjax._src.branches.extra_keys import first_head
 from ringjax._src.branches.local import LocalBranch
-from ringjax._src.branches.protocol import Branch, Shard
+from ringjax._src.branches.protocol import DeviceBranch, Shard
 from ringjax._src.branches.ring import RingBranch
 from ringjax._src.branches.shared import SharedBranch
 from ringjax._src.comm.ring_comm import AxisName
@@ -24,11 +24,11 @@ SHARED_BRANCHES: dict[str, type[SharedBranch]] = {
 }
 
 
-def make_branches(spec: AttentionSpec, shard: Shard) -> list[Branch]:
+def make_branches(spec: AttentionSpec, shard: Shard) -> list[DeviceBranch]:
     """Returns the branches of a call, those that send nothing first: they are computed while others send."""
     plans = [plan for plan in checked_plan(spec).branches if plan.selections]
     local = [plan for plan in plans if plan.where == "local"]
-    branches: list[Branch] = []
+    branches: list[DeviceBranch] = []
     starts_empty = not spec.has_zero_keys and shard.sink is None
     for plan in local:
         parts = tuple(_local_heads(spec, rows) for rows in plan.selections)
@@ -43,7 +43,7 @@ def make_branches(spec: AttentionSpec, shard: Shard) -> list[Branch]:
     return branches
 
 
-def ordered_axis(spec: AttentionSpec, branches: list[Branch], others: int = 0) -> AxisName | None:
+def ordered_axis(spec: AttentionSpec, branches: list[DeviceBranch], others: int = 0) -> AxisName | None:
     """Returns the mesh axis of the ring if several collectives must be ordered, else None.
 
     Each branch that communicates counts, and this many `others`.

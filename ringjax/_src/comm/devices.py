@@ -20,33 +20,19 @@ TERA, GIGA = 10**12, 10**9
 
 @dataclasses.dataclass(frozen=True)
 class DeviceModel:
-    """Speed of one device.
-
-    Attributes:
-        name: Name of the device.
-        platform: Platform of the device.
-        half_flops: Flops per second in bfloat16 and float16.
-        float_flops: Flops per second in float32, at the precision that the kernels use.
-        link: Bytes per second to the next device of a ring, in one direction.
-        latency: Seconds that a message of a few bytes takes.
-        half_rows: Rows of a segment at which the kernels reach half of their speed.
-        machine_size: Number of devices connected by `link`; larger groups span machines. None if all devices are.
-        machine_link: Bytes per second per device between machines.
-        is_torus: Whether devices are connected to their neighbors only, so that messages to others take more links.
-        shares_cores: Whether all devices share the cores of one machine.
-    """
+    """Speed of one device."""
 
     name: str
     platform: Platform
-    half_flops: float
-    float_flops: float
-    link: float
-    latency: float
-    half_rows: int
-    machine_size: int | None = None
-    machine_link: float = 0.0
-    is_torus: bool = False
-    shares_cores: bool = False
+    half_flops: float  # flops per second in bfloat16 and float16
+    float_flops: float  # flops per second in float32, at the precision that the kernels use
+    link: float  # bytes per second to the next device of a ring, in one direction
+    latency: float  # seconds that a message of a few bytes takes
+    half_rows: int  # rows of a segment at which the kernels reach half of their speed
+    machine_size: int | None = None  # devices connected by `link`; larger groups span machines. None if all are
+    machine_link: float = 0.0  # bytes per second per device between machines
+    is_torus: bool = False  # whether devices are connected to their neighbors only: messages to others take more links
+    shares_cores: bool = False  # whether all devices share the cores of one machine
 
     def flops(self, dtype: str) -> float:
         """Returns the peak flops per second for a dtype."""
@@ -119,7 +105,7 @@ _KINDS = {  # parts of `device_kind`, the more specific first
 
 
 def device_named(name: str) -> DeviceModel:
-    """Returns the device with this name; a platform stands for a typical device.
+    """Returns the device with this name; that of a platform is a typical one.
 
     Example:
         >>> device_named("tpu").name, device_named("v5e").name

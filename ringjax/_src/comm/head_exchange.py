@@ -25,15 +25,10 @@ from ringjax._src.indexing import quotient, remainder
 
 
 class HeadParts(NamedTuple):
-    """Into how many parts an exchange cuts the heads; their product is the number of devices.
+    """Into how many parts an exchange cuts the heads; their product is the number of devices."""
 
-    Attributes:
-        kv: Parts of the key/value heads.
-        query: Parts of the query heads of a key/value head, each of which needs a copy of its keys and values.
-    """
-
-    kv: int
-    query: int
+    kv: int  # parts of the key/value heads
+    query: int  # parts of the query heads of a key/value head, each of which needs a copy of its keys and values
 
 
 def head_parts(devices: int, kv_heads: int, q_per_kv: int) -> HeadParts | None:
@@ -62,15 +57,10 @@ class NamedAxes(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class HeadExchange:
-    """Exchanges heads within groups of neighboring devices.
+    """Exchanges heads within groups of neighboring devices."""
 
-    Attributes:
-        comm: The groups.
-        parts: How the heads are shared.
-    """
-
-    comm: RingComm
-    parts: HeadParts
+    comm: RingComm  # the groups
+    parts: HeadParts  # how the heads are shared
 
     def kv_part(self) -> Array:
         """Returns which part of the key/value heads this device receives."""

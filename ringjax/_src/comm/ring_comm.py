@@ -30,18 +30,12 @@ class RingComm:
         device  0  1  2  3  4  5  6  7
         team    0  0  1  1  2  2  3  3
         ring    a  b  a  b  c  d  c  d
-
-    Attributes:
-        axis_name: The mesh axis, or tuple of axes.
-        axis_size: Number of devices along it.
-        ring_devices: Number of devices of a ring.
-        stride: Number of neighboring devices that form a team, which has one member in each of `stride` rings.
     """
 
-    axis_name: AxisName
-    axis_size: int
-    ring_devices: int
-    stride: int = 1
+    axis_name: AxisName  # the mesh axis, or tuple of axes
+    axis_size: int  # number of devices along it
+    ring_devices: int  # number of devices of a ring
+    stride: int = 1  # number of neighboring devices that form a team, which has one member in each of `stride` rings
 
     def device(self) -> Array:
         """Returns the index of this device on the mesh axis, or of its team."""

@@ -263,10 +263,7 @@ def clipped_counts(name: str, values: ArrayLike | None, batch: int, most: int, l
 
 def offset_table(cache: DecodeCache) -> np.ndarray:
     """Returns the offset of each key/value head in each branch, (branches, K), -1 if the branch excludes the head."""
-    table = np.full((len(cache.keys), cache.num_kv_heads), -1, np.int32)
-    for offsets, branch in zip(table, cache.branches, strict=True):
-        offsets[branch.first_head : branch.first_head + branch.num_heads] = branch.offsets
-    return table
+    return np.stack([branch.offset_table(cache.num_kv_heads) for branch in cache.branches])
 
 
 def held_positions(branch: Branch, offsets: Array, first_slot: Array | int, slots: int) -> Array:

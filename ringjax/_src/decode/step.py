@@ -35,7 +35,7 @@ from ringjax._src.pattern import Branch
 from ringjax._src.validation import AttentionShape, check_extra_keys, check_inputs, check_instance
 
 
-class Chunk(NamedTuple):
+class NewTokens(NamedTuple):
     """New tokens, in head-major order."""
 
     query: Array  # (B, K, n, G, H), scaled, in the accumulator's dtype
@@ -44,8 +44,8 @@ class Chunk(NamedTuple):
     position: Array  # (B, n)
     is_real: Array  # (B, n): not padding
 
-    def of(self, heads: slice) -> Chunk:
-        """Returns the chunk for some key/value heads."""
+    def of(self, heads: slice) -> NewTokens:
+        """Returns the tokens for some key/value heads."""
         return self._replace(query=self.query[:, heads], key=self.key[:, heads], value=self.value[:, heads])
 
 
@@ -145,48 +145,50 @@ def _step(
     axis_name: AxisName | None,
 ) -> tuple[Array, DecodeCache]:
     """Computes one step on one device; `axis_name` is None without a ring."""
-    chunk = _chunk(cache, query, key, value, counts, shape)
+    tokens = _new_tokens(cache, query, key, value, counts, shape)
     parts, keys, values = [], [], []
     for i, branch in enumerate(cache.branches):
         heads = slice(branch.first_head, branch.first_head + cache.keys[i].shape[1])
-        part_chunk, slots = chunk.of(heads), cache.keys[i].shape[2]
+        of_heads, slots = tokens.of(heads), cache.keys[i].shape[2]
         first_slot = 0 if axis_name is None else lax.axis_index(axis_name) * slots
-        is_selected = _is_selected(branch, offsets[i, heads], chunk.position)
+        is_selected = _is_selected(branch, offsets[i, heads], tokens.position)
         with jax.named_scope(f"decode_{branch.segment_length}_{branch.rate}"):
-            begin = chunk.position // branch.segment_length * branch.segment_length
+            begin = tokens.position // branch.segment_length * branch.segment_length
             inside = held_positions(branch, offsets[i, heads], first_slot, slots)
             is_held = begin[:, None, :, None] + inside[None, :, None, :] < cache.lengths[:, None, None, None]
-            is_active = (is_selected[..., None] & is_held).astype(part_chunk.query.dtype)
+            is_active = (is_selected[..., None] & is_held).astype(of_heads.query.dtype)
             most = min(max_selected[i], len(offsets[i, heads]))
-            part = _attend_selected(part_chunk.query, cache.keys[i], cache.values[i], is_active, is_selected, most)
-            slot = _order_after(part, _slots(branch, part_chunk, is_selected, counts, first_slot, slots))
-            keys.append(_write(cache.keys[i], part_chunk.key, slot))
-            values.append(_write(cache.values[i], part_chunk.value, slot))
+            part = _attend_selected(of_heads.query, cache.keys[i], cache.values[i], is_active, is_selected, most)
+            slot = _order_after(part, _slots(branch, of_heads, is_selected, counts, first_slot, slots))
+            keys.append(_write(cache.keys[i], of_heads.key, slot))
+            values.append(_write(cache.values[i], of_heads.value, slot))
             parts.append(part)
     cached = _combine_branches(cache, parts)
     cached = cached if axis_name is None else _merge_over_ring(cached, axis_name)
-    new = _attend(chunk.query, chunk.key, chunk.value, _num_branches(cache.branches, offsets, chunk))
+    new = _attend(tokens.query, tokens.key, tokens.value, _num_branches(cache.branches, offsets, tokens))
     merged = softmax.merge(cached, new)
     if sink is not None:
         lse = jnp.broadcast_to(sink.reshape(1, -1, 1, shape.q_per_kv), merged.lse.shape)
         merged = softmax.merge(merged, PartialSoftmax(jnp.zeros_like(merged.out), lse))
     out = merged.out
     out = out / len(cache.branches) if cache.pattern.heads == "split" else out
-    out = jnp.where(chunk.is_real[:, None, :, None, None], out, 0)
+    out = jnp.where(tokens.is_real[:, None, :, None, None], out, 0)
     out = out.transpose(0, 2, 1, 3, 4).reshape(query.shape).astype(query.dtype)
     lengths = cache.lengths + counts
     return out, dataclasses.replace(cache, keys=tuple(keys), values=tuple(values), lengths=lengths)
 
 
-def _chunk(cache: DecodeCache, query: Array, key: Array, value: Array, counts: Array, shape: AttentionShape) -> Chunk:
+def _new_tokens(
+    cache: DecodeCache, query: Array, key: Array, value: Array, counts: Array, shape: AttentionShape
+) -> NewTokens:
     batch, new, heads, dim = query.shape
     wide = query.astype(softmax.accumulator(query.dtype)) * shape.scale
-    grouped = wide.reshape(batch, new, heads // shape.q_per_kv, shape.q_per_kv, dim).transpose(0, 2, 1, 3, 4)
+    by_kv_head = wide.reshape(batch, new, heads // shape.q_per_kv, shape.q_per_kv, dim).transpose(0, 2, 1, 3, 4)
     nth = jnp.arange(new, dtype=jnp.int32)[None, :]
     is_real = nth < counts[:, None]
     # zero the padding, which may hold NaN or infinity
     key, value = (jnp.where(is_real[:, :, None, None], x, 0).transpose(0, 2, 1, 3) for x in (key, value))
-    return Chunk(grouped, key, value, cache.lengths[:, None] + nth, is_real)
+    return NewTokens(by_kv_head, key, value, cache.lengths[:, None] + nth, is_real)
 
 
 def _is_selected(branch: Branch, offsets: Array, position: Array) -> Array:
@@ -195,11 +197,11 @@ def _is_selected(branch: Branch, offsets: Array, position: Array) -> Array:
     return residue[:, None, :] == offsets[None, :, None]
 
 
-def _num_branches(branches: tuple[Branch, ...], offsets: Array, chunk: Chunk) -> Array:
+def _num_branches(branches: tuple[Branch, ...], offsets: Array, tokens: NewTokens) -> Array:
     """Counts the branches in which each new token attends to each new token, (B, K, n, n)."""
-    p = chunk.position
-    is_before = (p[:, :, None] >= p[:, None, :]) & chunk.is_real[:, None, :]
-    counts = jnp.zeros((*chunk.key.shape[:3], p.shape[1]), chunk.query.dtype)
+    p = tokens.position
+    is_before = (p[:, :, None] >= p[:, None, :]) & tokens.is_real[:, None, :]
+    counts = jnp.zeros((*tokens.key.shape[:3], p.shape[1]), tokens.query.dtype)
     for branch, branch_offsets in zip(branches, offsets, strict=True):
         chosen, segment = _is_selected(branch, branch_offsets, p), p // branch.segment_length
         is_visible = is_before & (segment[:, :, None] == segment[:, None, :])
@@ -253,16 +255,16 @@ def _merge_over_ring(part: PartialSoftmax, axis_name: AxisName) -> PartialSoftma
 
 
 def _slots(
-    branch: Branch, chunk: Chunk, is_selected: Array, counts: Array, first_slot: Array | int, slots: int
+    branch: Branch, tokens: NewTokens, is_selected: Array, counts: Array, first_slot: Array | int, slots: int
 ) -> Array:
     """Returns the slot of each new row of each head, (B, K, n), out of bounds if the row is not kept.
 
-    Only rows of the segment in which the chunk ends are kept, so no two rows share a slot.
+    Only rows of the segment in which the new tokens end are kept, so no two rows share a slot.
     """
     w = branch.segment_length
-    last = chunk.position[:, 0] + counts - 1
-    is_kept = chunk.is_real & (chunk.position // w == (last // w)[:, None])
-    slot = chunk.position % w // branch.rate - first_slot
+    last = tokens.position[:, 0] + counts - 1
+    is_kept = tokens.is_real & (tokens.position // w == (last // w)[:, None])
+    slot = tokens.position % w // branch.rate - first_slot
     is_here = is_kept & (slot >= 0) & (slot < slots)
     return jnp.where(is_selected & is_here[:, None, :], slot[:, None, :], slots)
 

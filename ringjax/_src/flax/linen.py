@@ -92,25 +92,13 @@ class DilatedSelfAttention(nn.Module):
         check_array("x", x, "floating point")
         if not x.shape:
             raise ValueError(f"`x` must have the axes (batch..., length, features), got shape {x.shape}.")
-        core = self_attention(
-            self.pattern,
-            x.shape[-1],
-            self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            is_causal=self.is_causal,
-            positions=self.positions,
-            ring=self.ring,
-            implementation=self.implementation,
-            dropout_rate=self.dropout_rate,
-        )
+        names = ("num_kv_heads", "head_dim", "is_causal", "positions", "ring", "implementation", "dropout_rate")
+        core = self_attention(self.pattern, x.shape[-1], self.num_heads, **self._fields(*names))
         core.check_call(x, positions, segment_ids, seq_len)
         is_deterministic = self.deterministic if deterministic is None else check_bool("deterministic", deterministic)
         check_optional(check_key, "dropout_rng", dropout_rng)
-        flags = {"sub_norm": self.sub_norm, "sinks": self.sinks, "deterministic": self.deterministic}
-        options = {
-            name: getattr(self, name) for name in ("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init")
-        }
+        flags = self._fields("sub_norm", "sinks", "deterministic")
+        options = self._fields("use_bias", "dtype", "param_dtype", "kernel_init", "bias_init")
         out_features = check_layer(core, self.out_features, self.norm_epsilon, flags, options)
         projection: Any = functools.partial(_Projection, ring=self.ring, mesh=core.mesh, **options)
         query, key, value = (
@@ -147,6 +135,9 @@ class DilatedSelfAttention(nn.Module):
         shape = (core.num_heads, core.head_dim, out_features)
         out = projection(shape, 2, over=(core.head_axis, None, None), name="out")
         return out(attended, core.out_sharding(x.ndim))
+
+    def _fields(self, *names: str) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in names}
 
 
 class _Projection(nn.Module):

@@ -11,7 +11,6 @@ from jax import Array
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
-from ringjax._src.api import dilated_attention
 from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode import DecodeCache
@@ -177,49 +176,13 @@ class DilatedSelfAttention(nnx.Module):
         """Returns queries, keys and values."""
         return self.query(x), self.key(x), self.value(x)
 
-    def _attend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        *,
-        positions: Array | None = None,
-        segment_ids: Array | None = None,
-        seq_len: int | None = None,
-        dropout_rng: Array | None = None,
-    ) -> Array:
-        """Computes attention (batch..., length, heads, dim), with dropout if there is a key."""
-        return self.core(
-            query,
-            key,
-            value,
-            positions=positions,
-            segment_ids=segment_ids,
-            seq_len=seq_len,
-            sink_logits=self._sinks(),
-            dropout_rng=dropout_rng,
-        )
+    def _attend(self, query: Array, key: Array, value: Array, **options: Any) -> Array:  # noqa: ANN401
+        """Computes attention (batch..., length, heads, dim); `options` are those of `SelfAttention`."""
+        return self.core(query, key, value, sink_logits=self._sinks(), **options)
 
-    def _scores(
-        self, x: Float[Array, "B T in_features"], segment_ids: Int[Array, "B T"] | None, seq_len: int | None
-    ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T N"]]:
-        """Returns what determines the attention weights: queries, keys and the log-sum-exp of the scores."""
-        query, key, value = self._project(x)
-        query, key = self.core.encode_positions(query, key, None, (*x.shape[:2], 1, 1))
-        _, lse = dilated_attention(
-            query,
-            key,
-            value,
-            self.core.pattern,
-            is_causal=self.core.is_causal,
-            segment_ids=segment_ids,
-            seq_len=seq_len,
-            sink_logits=self._sinks(),
-            ring=self.core.ring,
-            implementation=self.core.implementation,
-            return_lse=True,
-        )
-        return query, key, lse
+    def _scores(self, x: Array, **options: Any) -> tuple[Array, Array, Array]:  # noqa: ANN401
+        """Returns the queries, the keys and the log-sum-exp of the scores, see `SelfAttention.scores`."""
+        return self.core.scores(*self._project(x), sink_logits=self._sinks(), **options)
 
     def prefill(
         self, x: Float[Array, "B T in_features"], cache: DecodeCache, lengths: Int[ArrayLike, " B"] | None = None

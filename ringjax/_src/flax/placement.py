@@ -28,7 +28,7 @@ def on_mesh(module: Module, ring: Ring | None, x: Array) -> Module:
     """Returns a module whose parameters are replicated over an explicit mesh, except over the axis of the heads.
 
     Args:
-        module: The module, which is returned as it is on other meshes.
+        module: The module, which is returned unchanged on other meshes.
         ring: The ring, or None.
         x: The input of the module.
     """
@@ -40,7 +40,7 @@ def on_mesh(module: Module, ring: Ring | None, x: Array) -> Module:
 
 
 def param_on_mesh(param: Array, spec: PartitionSpec, ring: Ring | None, x: Array) -> Array:
-    """Shards a parameter over an explicit mesh as `spec` says, of which an entry for stacked layers is ignored."""
+    """Shards a parameter over an explicit mesh by `spec`, ignoring an entry for stacked layers."""
     mesh = explicit_mesh(ring, x)
     if mesh is None:
         return param

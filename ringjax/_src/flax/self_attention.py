@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, get_args
@@ -28,6 +29,7 @@ from ringjax._src.validation import (
     check_array,
     check_bool,
     check_callable,
+    check_choice,
     check_counts,
     check_dtype,
     check_heads,
@@ -35,7 +37,6 @@ from ringjax._src.validation import (
     check_instance,
     check_int,
     check_optional,
-    check_optional_choice,
     check_pattern,
     check_positive,
     check_rate,
@@ -90,9 +91,9 @@ class SelfAttention:
         key: Array,
         value: Array,
         *,
-        positions: Array | None,
-        segment_ids: Array | None,
-        seq_len: int | None,
+        positions: Array | None = None,
+        segment_ids: Array | None = None,
+        seq_len: int | None = None,
         sink_logits: Array | None = None,
         dropout_rng: Array | None = None,
     ) -> Array:
@@ -107,21 +108,29 @@ class SelfAttention:
         if self.ring is not None and positions is not None:
             report_misplaced_positions(self.ring, positions.reshape(-1, shape[-3]), segment_ids)
         query, key = self.encode_positions(query, key, positions, shape)
-        out = dilated_attention(
-            query,
-            key,
-            value,
-            self.pattern,
-            is_causal=self.is_causal,
-            segment_ids=segment_ids,
-            seq_len=seq_len,
-            dropout_rate=0.0 if dropout_rng is None else self.dropout_rate,
-            dropout_rng=dropout_rng,
-            sink_logits=sink_logits,
-            ring=self.ring,
-            implementation=self.implementation,
-        )
+        rate = 0.0 if dropout_rng is None else self.dropout_rate
+        options: dict[str, Any] = {"sink_logits": sink_logits, "dropout_rate": rate, "dropout_rng": dropout_rng}
+        out: Array = self._attend(query, key, value, segment_ids=segment_ids, seq_len=seq_len, **options)
         return out if out.shape == shape else out.reshape(shape)
+
+    def scores(
+        self,
+        query: Array,
+        key: Array,
+        value: Array,
+        **options: Any,  # noqa: ANN401
+    ) -> tuple[Array, Array, Array]:
+        """Returns what determines the attention weights: encoded queries and keys, and the log-sum-exp of the scores.
+
+        The arrays are projected, (B, T, heads, H); `options` are those of `dilated_attention`.
+        """
+        query, key = self.encode_positions(query, key, None, query.shape)
+        return query, key, self._attend(query, key, value, return_lse=True, **options)[1]
+
+    @property
+    def _attend(self) -> Callable[..., Any]:
+        options: dict[str, Any] = {"ring": self.ring, "implementation": self.implementation}
+        return functools.partial(dilated_attention, pattern=self.pattern, is_causal=self.is_causal, **options)
 
     def prefill(
         self,
@@ -135,16 +144,7 @@ class SelfAttention:
         """Computes the attention of a prompt (B, T, heads, H) and returns it with the filled cache."""
         self.check_prompt(query.shape[1], cache.max_len, lengths)
         query, key = self.encode_positions(query, key, None, query.shape, cache.max_len)
-        out = dilated_attention(
-            query,
-            key,
-            value,
-            self.pattern,
-            is_causal=True,
-            sink_logits=sink_logits,
-            ring=self.ring,
-            implementation=self.implementation,
-        )
+        out = self._attend(query, key, value, sink_logits=sink_logits)
         return out, prefill(cache, key, value, lengths, ring=self.ring)
 
     def extend(
@@ -230,13 +230,13 @@ def self_attention(
     in_features: int,
     num_heads: int,
     *,
-    num_kv_heads: int | None = None,
-    head_dim: int | None = None,
-    is_causal: bool = False,
-    positions: PositionKind | None = None,
-    ring: Ring | None = None,
-    implementation: Implementation | None = None,
-    dropout_rate: float = 0.0,
+    num_kv_heads: int | None,
+    head_dim: int | None,
+    is_causal: bool,
+    positions: PositionKind | None,
+    ring: Ring | None,
+    implementation: Implementation | None,
+    dropout_rate: float,
 ) -> SelfAttention:
     """Checks the arguments of a layer and fills in defaults."""
     check_pattern(pattern)
@@ -265,7 +265,7 @@ def self_attention(
 def check_head_dim(head_dim: int | None, default: int, positions: PositionKind | None) -> int:
     """Checks and returns the head dimension, and checks the positional encoding for queries and keys of that size."""
     dim = default if head_dim is None else check_int("head_dim", head_dim, most=MOST_POSITIONS)
-    check_optional_choice("positions", positions, get_args(PositionKind))
+    check_optional(check_choice, "positions", positions, get_args(PositionKind), "None or one of")
     if positions is not None and dim % 2:
         raise ValueError(f"`head_dim` must be even for `positions={positions!r}`, got {dim}.")
     return dim

@@ -5,6 +5,7 @@ A new implementation is one file with a `Backend`, and one entry of `BACKENDS`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -26,7 +27,7 @@ from ringjax._src.kernels.interface import (
 from ringjax._src.kernels.platform import refused
 from ringjax._src.kernels.tpu import calls as tpu
 from ringjax._src.online_softmax import PartialSoftmax
-from ringjax._src.validation import check_instance, check_optional_choice
+from ringjax._src.validation import check_choice, check_instance, check_optional
 
 BACKENDS: dict[str, Backend] = {x.name: x for x in (tpu.BACKEND, pallas_gpu.BACKEND, cpu.BACKEND, xla.BACKEND)}
 
@@ -62,7 +63,7 @@ def check_implementation(implementation: str | None, block_sizes: BlockSizes | N
     """Checks the arguments `implementation` and `block_sizes`."""
     names = dict.fromkeys(backend.implementation for backend in BACKENDS.values())
     choices = (*names, *(f"{_INTERPRET}{target}" for target in TARGETS))
-    check_optional_choice("implementation", implementation, choices)
+    check_optional(check_choice, "implementation", implementation, choices, "None or one of")
     if block_sizes is not None:
         check_instance("block_sizes", block_sizes, BlockSizes)
         if implementation is not None and implementation != "pallas" and not implementation.startswith(_INTERPRET):
@@ -100,7 +101,7 @@ def _run(
         )
     if config.is_interpreted or any(x.platform is None for x in possible):
         return run(possible[0], given)
-    xla_run = lambda given: run(xla.BACKEND, given)  # noqa: E731
+    xla_run = functools.partial(run, xla.BACKEND)
     if not possible:
         return xla_run(given)
 
@@ -115,9 +116,6 @@ def _run(
         stub = refused(given, reason)
         return stub if is_update else xla_run(stub)
 
-    branches = {x.platform: _bound(run, x) for x in reversed(possible) if x.platform}  # the first of a platform wins
+    # the first backend of a platform wins
+    branches = {x.platform: functools.partial(run, x) for x in reversed(possible) if x.platform}
     return lax.platform_dependent(given, **branches, default=xla_run if name is None else refuse)
-
-
-def _bound(run: Callable[[Backend, Given], Any], backend: Backend) -> Callable[[Given], Any]:
-    return lambda given: run(backend, given)

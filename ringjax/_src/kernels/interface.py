@@ -71,26 +71,15 @@ class BlockSizes:
 
 @dataclasses.dataclass(frozen=True)
 class AttendConfig:
-    """Static options of a call.
+    """Static options of a call."""
 
-    Attributes:
-        is_causal: Whether a query attends only to keys up to its own position.
-        scale: Factor applied to the scores.
-        output_divisor: What the output is divided by after all branches, for the backward pass.
-        dropout_rate: Probability of dropping a weight.
-        implementation: The implementation that the caller asked for, or None.
-        block_sizes: Block sizes of the Pallas kernels, or None for the defaults.
-        is_prior_empty: Whether `prior` (or `grads`) has no results for the selected rows yet. A hint: an implementation
-            may read it anyway.
-    """
-
-    is_causal: bool
-    scale: float
-    output_divisor: int = 1
-    dropout_rate: float = 0.0
-    implementation: str | None = None
-    block_sizes: BlockSizes | None = None
-    is_prior_empty: bool = False
+    is_causal: bool  # whether a query attends only to keys up to its own position
+    scale: float  # factor applied to the scores
+    output_divisor: int = 1  # what the output is divided by after all branches, for the backward pass
+    dropout_rate: float = 0.0  # probability of dropping a weight
+    implementation: str | None = None  # the implementation that the caller asked for, or None
+    block_sizes: BlockSizes | None = None  # block sizes of the Pallas kernels, or None for the defaults
+    is_prior_empty: bool = False  # whether `prior` (or `grads`) has no results for the selected rows yet: a hint
 
     @property
     def is_interpreted(self) -> bool:
@@ -127,25 +116,15 @@ class ChunkPairs(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """Queries, keys and values, and which of their rows attend to which.
+    """Queries, keys and values, and which of their rows attend to which."""
 
-    Attributes:
-        query: Unscaled queries.
-        kv: Keys and values, as two arrays or as one stacked array.
-        rows: The selected rows.
-        pairs: For packed operands; None for dense ones.
-        query_ids: Segment ids (B, T) or (N, C, n), or None.
-        key_ids: Segment ids of the keys, or None.
-        hashes: For dropout, of queries (B, T, K, G) or (N, C, n * G) and of keys (B, T) or (N, C, n), or None.
-    """
-
-    query: Array
-    kv: tuple[Array, ...]
-    rows: RowSelection
-    pairs: ChunkPairs | None = None
-    query_ids: Array | None = None
-    key_ids: Array | None = None
-    hashes: RowHashes | None = None
+    query: Array  # unscaled queries
+    kv: tuple[Array, ...]  # keys and values, as two arrays or as one stacked array
+    rows: RowSelection  # the selected rows
+    pairs: ChunkPairs | None = None  # for packed operands; None for dense ones
+    query_ids: Array | None = None  # segment ids (B, T) or (N, C, n), or None
+    key_ids: Array | None = None  # segment ids of the keys, or None
+    hashes: RowHashes | None = None  # for dropout: of queries (B, T, K, G) or (N, C, n * G), and of keys, as their ids
 
     @property
     def batch(self) -> int:
@@ -173,19 +152,12 @@ class Operands(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What a backward pass needs of the forward pass.
+    """What a backward pass needs of the forward pass."""
 
-    Attributes:
-        dout: Gradient with respect to the output, like the query.
-        lse: Log-sum-exp over all branches, as returned by `softmax.for_backward`, like the query without its last axis.
-        delta: ``sum(dout * out)`` over the last axis.
-        out: The output, or None. Plain XLA uses it for exact zeros where a query attends to a single key.
-    """
-
-    dout: Array
-    lse: Array
-    delta: Array
-    out: Array | None = None
+    dout: Array  # gradient with respect to the output, like the query
+    lse: Array  # log-sum-exp over all branches, from `softmax.for_backward`, like the query without its last axis
+    delta: Array  # ``sum(dout * out)`` over the last axis
+    out: Array | None = None  # the output; plain XLA uses it for exact zeros where a query attends to a single key
 
 
 class Grads(NamedTuple):
@@ -196,23 +168,14 @@ class Grads(NamedTuple):
 
 
 class Case(NamedTuple):
-    """What decides whether a backend supports a call.
+    """What decides whether a backend supports a call."""
 
-    Attributes:
-        dtype: Dtype of query, key and value.
-        head_dim: Dimensions per head.
-        num_rows: Key rows of a task.
-        q_per_kv: Query heads per key/value head.
-        ids: Dtype of the segment ids, or "".
-        positions: Positions on a device, over the whole batch; 0 if they do not matter.
-    """
-
-    dtype: str
-    head_dim: int
-    num_rows: int
-    q_per_kv: int
-    ids: str = ""
-    positions: int = 0
+    dtype: str  # dtype of query, key and value
+    head_dim: int  # dimensions per head
+    num_rows: int  # key rows of a task
+    q_per_kv: int  # query heads per key/value head
+    ids: str = ""  # dtype of the segment ids, or ""
+    positions: int = 0  # positions on a device, over the whole batch; 0 if they do not matter
 
 
 def case_of(operands: Operands) -> Case:

@@ -54,7 +54,7 @@ def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> P
     kernel = _kernel_config(operands, config, is_bwd=False)
     out, lse = flat(prior.out), prior.lse.reshape(-1)
     for rows, ranges in zip(strided_rows(operands, kernel), pair_ranges(operands, kernel), strict=True):
-        out, lse = forward(PartialSoftmax(out, lse), rows, ranges, kernel)
+        out, lse = _call(_forward_kernel, rows, ranges, kernel.query_blocks, (), (out, lse), kernel)
     return PartialSoftmax(out.reshape(prior.out.shape), lse.reshape(prior.lse.shape))
 
 
@@ -65,8 +65,9 @@ def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: A
     given = flat(residuals.dout), lse, delta
     dq, dkv = flat(grads.query), tuple(flat(x) for x in grads.kv)
     for rows, ranges in zip(strided_rows(operands, kernel), pair_ranges(operands, kernel), strict=True):
-        dq = query_gradient(dq, rows, given, ranges, kernel)
-        dkv = key_gradient(dkv, rows, given, kernel.q_block_ranges(ranges), kernel)
+        (dq,) = _call(_query_gradient_kernel, rows, ranges, kernel.query_blocks, given, (dq,), kernel)
+        transposed = kernel.q_block_ranges(ranges)
+        dkv = tuple(_call(_key_gradient_kernel, rows, transposed, kernel.key_blocks, given, dkv, kernel))
     dkv = tuple(x.reshape(y.shape) for x, y in zip(dkv, grads.kv, strict=True))
     return Grads(dq.reshape(grads.query.shape), dkv)
 
@@ -123,12 +124,6 @@ def _unavailable(is_requested: bool) -> str:
         return f"the gpu kernels need the Triton backend of Pallas, which jax {jax.__version__} does not have"
     oldest = oldest_gpu()
     return f"the gpu kernels need compute capability {_SM_80}, not {oldest}" if oldest < _SM_80 else ""
-
-
-@functools.partial(jax.jit, static_argnames=("config",))
-def forward(prior: PartialSoftmax, rows: StridedRows, ranges: Array, config: KernelConfig) -> PartialSoftmax:
-    """Merges the attention of all tasks into `prior`, (rows, H) and (rows,), float32."""
-    return PartialSoftmax(*_call(_forward_kernel, rows, ranges, config.query_blocks, (), tuple(prior), config))
 
 
 def _forward_kernel(*refs: Any, config: KernelConfig) -> None:  # noqa: ANN401
@@ -191,17 +186,6 @@ def _rescale(state: Running, scores: Array, factor: float, config: KernelConfig)
     return Running(state.acc * decay[:, None], maximum, state.denominator * decay), weights
 
 
-@functools.partial(jax.jit, static_argnames=("config",))
-def query_gradient(
-    dq: Array, rows: StridedRows, given: tuple[Array, ...], ranges: Array, config: KernelConfig
-) -> Array:
-    """Adds the gradient of the queries to `dq` (rows, H), float32.
-
-    `given` are the rows of dout, lse in base 2, and delta times the output divisor.
-    """
-    return _call(_query_gradient_kernel, rows, ranges, config.query_blocks, given, (dq,), config)[0]
-
-
 def _query_gradient_kernel(*refs: Any, config: KernelConfig) -> None:  # noqa: ANN401
     program = _Program(config, refs)
     dout, lse, delta, prior, dq = program.rest
@@ -225,14 +209,6 @@ def _query_gradient_kernel(*refs: Any, config: KernelConfig) -> None:  # noqa: A
         acc = program.for_range(step, jnp.zeros(q.shape, jnp.float32))
         rows = program.own_rows()
         program.write(dq, rows, program.read(prior, rows) + acc * (config.scale / config.output_divisor))
-
-
-@functools.partial(jax.jit, static_argnames=("config",))
-def key_gradient(
-    dkv: tuple[Array, ...], rows: StridedRows, given: tuple[Array, ...], ranges: Array, config: KernelConfig
-) -> tuple[Array, ...]:
-    """Adds the gradients of keys and values to `dkv`, one array or two as in `rows.kv`, float32."""
-    return tuple(_call(_key_gradient_kernel, rows, ranges, config.key_blocks, given, dkv, config))
 
 
 def _key_gradient_kernel(*refs: Any, config: KernelConfig) -> None:  # noqa: ANN401
@@ -302,7 +278,7 @@ class _Program:
     def own_rows(self) -> _Block:
         """Returns the rows of the program after its loops.
 
-        Their addresses are computed anew, because those from before the loops would be kept in registers, and spill.
+        Their addresses are recomputed, because those from before the loops would be kept in registers, and spill.
         """
         self._load_task()
         return self.queries(self.block) if self.is_over_queries else self.keys(self.block)
@@ -382,6 +358,7 @@ def _load(ref: Any, mask: Array | None, other: float) -> Array:  # noqa: ANN401
     return plgpu.load(ref) if mask is None else plgpu.load(ref, mask=mask, other=other)
 
 
+@functools.partial(jax.jit, static_argnames=("kernel", "blocks", "config"))
 def _call(
     kernel: Callable[..., None],
     rows: StridedRows,
@@ -391,7 +368,10 @@ def _call(
     sums: tuple[Array, ...],
     config: KernelConfig,
 ) -> list[Array]:
-    """Calls a kernel that adds to `sums` in place, with one program per block of a task."""
+    """Calls a kernel that adds to `sums`, rows in float32, in place, with one program per block of a task.
+
+    `given` are further inputs: the rows of dout, lse in base 2, and delta times the output divisor.
+    """
     mask_inputs = () if rows.query_inputs is None else (rows.query_inputs, rows.key_inputs)
     inputs = (rows.tasks, ranges, rows.query, *rows.kv, *mask_inputs, *given)
     warps = num_warps(config, rows.query, is_bwd=kernel is not _forward_kernel)

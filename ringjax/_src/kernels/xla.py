@@ -1,7 +1,7 @@
 """The implementation in plain XLA, for every platform: gathers the rows of one task at a time.
 
-A *task* is one head in `num` chunks. Its query rows are (m * G, H), so that the query heads of a key/value head share
-its keys in one matrix multiply:
+A *task* is one head in one chunk; `num` short tasks of a head are computed together. The query rows of a task are
+(m * G, H), so that the query heads of a key/value head share its keys in one matrix multiply:
 
     for each pair of chunks (packed operands):  for each task:  attend_rows
 """
@@ -83,7 +83,7 @@ def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: A
 
 
 class _Task(NamedTuple):
-    """Where the rows of a task are, in arrays with heads and in arrays without (segment ids, hashes of keys)."""
+    """Where the rows of a task, or of several, are, in arrays with heads and without (segment ids, hashes of keys)."""
 
     query: Slice
     key: Slice

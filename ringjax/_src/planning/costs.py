@@ -42,17 +42,11 @@ class Message(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Devices that share a segment.
+    """Devices that share a segment."""
 
-    Attributes:
-        devices: Their number.
-        exchange: Number of neighboring devices that exchange heads; 1 if none do.
-        parts: How an exchange shares the heads.
-    """
-
-    devices: int
-    exchange: int = 1
-    parts: HeadParts = HeadParts(1, 1)
+    devices: int  # their number
+    exchange: int = 1  # number of neighboring devices that exchange heads; 1 if none do
+    parts: HeadParts = HeadParts(1, 1)  # how an exchange shares the heads
 
     @property
     def ring(self) -> int:
@@ -191,7 +185,7 @@ def pass_seconds(messages: tuple[Message, ...], device: DeviceModel, work: float
         messages: Its messages.
         device: The devices.
         work: Seconds of computation.
-        inner_devices: Devices on the inner mesh axis, if the ring is over several; what leaves it spans machines.
+        inner_devices: Devices on the inner mesh axis, if the ring is over several; other messages leave the machine.
     """
     hopping = waiting = latency = 0.0
     for message in messages:
@@ -206,25 +200,38 @@ def pass_seconds(messages: tuple[Message, ...], device: DeviceModel, work: float
     return work + exposed + waiting + latency
 
 
-def pairs_per_device(branch: Branch, layout: Layout, ring_size: int, length: int, is_causal: bool) -> np.ndarray:
-    """Counts the attended pairs of one batch entry by device of the query and key/value head: (ring_size, heads)."""
+class Runs(NamedTuple):
+    """Runs of positions that lie in one segment and in one chunk."""
+
+    edges: np.ndarray  # where they start, and the end of the sequence, (runs + 1,)
+    device: np.ndarray  # that holds each, (runs,)
+    segment: np.ndarray  # index of the segment of each, (runs,)
+
+
+def runs_of(branch: Branch, layout: Layout, ring_size: int, length: int) -> Runs:
+    """Returns the runs of a branch on a ring."""
     w, chunk = branch.segment_length, length // layout.multiple(ring_size)
     edges = np.sort(np.concatenate([np.arange(0, length, w), np.arange(0, length, chunk), [length]]))
     edges = edges[np.diff(edges, prepend=-1) > 0]  # a sort is several times faster than the hashing of np.union1d
     device = np.empty(layout.multiple(ring_size), np.int64)
     device[list(layout.order(ring_size))] = np.repeat(np.arange(ring_size), layout.chunks)
-    owner, segment = device[edges[:-1] // chunk], edges[:-1] // w
+    return Runs(edges, device[edges[:-1] // chunk], edges[:-1] // w)
+
+
+def pairs_per_device(branch: Branch, layout: Layout, ring_size: int, length: int, is_causal: bool) -> np.ndarray:
+    """Counts the attended pairs of one batch entry by device of the query and key/value head: (ring_size, heads)."""
+    w, (edges, device, segment) = branch.segment_length, runs_of(branch, layout, ring_size, length)
     counts, offsets = branch.rows(w), np.array(branch.offsets, np.int64)
     pairs = np.zeros((ring_size, len(offsets)))
     for offset in set(branch.offsets):
         count = counts[branch.offsets.index(offset)]
         rank = selected_before(edges, w, branch.rate, np.array(offset), np.array(count))
-        rows = np.diff(rank).astype(float)  # of each piece that lies in one segment and one chunk
+        rows = np.diff(rank).astype(float)  # of each run
         before = np.cumsum(rows) - rows
         first = np.searchsorted(segment, segment)
         last = np.searchsorted(segment, segment, side="right") - 1
         seen = before - before[first] + (rows + 1) / 2 if is_causal else before[last] + rows[last] - before[first]
-        pairs[:, offsets == offset] = np.bincount(owner, rows * seen, minlength=ring_size)[:, None]
+        pairs[:, offsets == offset] = np.bincount(device, rows * seen, minlength=ring_size)[:, None]
     return pairs
 
 

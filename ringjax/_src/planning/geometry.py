@@ -29,12 +29,12 @@ def is_local(spec: AttentionSpec, branch: Branch) -> bool:
 def unmet_segment_rules(spec: AttentionSpec, branch: Branch) -> list[str]:
     """Returns the unmet conditions for sharing the segments of a branch by neighboring devices."""
     chunk, p, w = spec.chunk_length, spec.ring_size, branch.segment_length
-    spans = w // chunk
+    num = w // chunk
     fit = f"divide chunks of {chunk}" if w < chunk else f"consist of whole chunks of {chunk}"
     rules = {
         f"segments of {w} must {fit}": w % chunk == 0,
         f"segments of {w} must divide the stored length {spec.stored_length}": spec.stored_length % w == 0,
-        f"the {spans} chunks of a segment must divide the {p} devices": spans > p or spans == 0 or p % spans == 0,
+        f"the {num} chunks of a segment must divide the {p} devices": num > p or num == 0 or p % num == 0,
     }
     return [rule for rule, holds in rules.items() if not holds]
 

@@ -234,7 +234,7 @@ def plan(
         head_shards: Number of devices that share the heads.
         device: The device whose speed decides between strategies and whose memory `memory_budget` limits: ``"v5e"``,
             ``"v5p"``, ``"v6e"``, ``"a100"``, ``"h100"``, ``"b200"`` or ``"cpu"`` (simulated devices); ``"tpu"`` and
-            ``"cuda"`` stand for ``"v5p"`` and ``"h100"``. A `Ring` takes it from the devices of its mesh.
+            ``"cuda"`` mean ``"v5p"`` and ``"h100"``. A `Ring` takes it from the devices of its mesh.
         inner_devices: Number of devices on the inner mesh axis, for a ring over several axes, such as the devices of a
             machine; None for a ring over one axis.
 
@@ -306,7 +306,9 @@ def checked_plan(spec: AttentionSpec) -> Plan:
         NotImplementedError: If heads are sharded in a pattern with ``heads="split"``.
     """
     if spec.pattern.heads == "split" and spec.head_shards > 1:
-        raise NotImplementedError('`heads="split"` does not support heads sharded over a mesh axis.')
+        raise NotImplementedError(
+            '`heads="split"` does not support heads sharded over a mesh axis: replicate them, or use `heads="all"`.'
+        )
     made = make_plan(spec)
     budget = spec.memory_budget
     needed = lambda plan: plan.memory(spec.platform).gradient  # noqa: E731

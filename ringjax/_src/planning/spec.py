@@ -18,61 +18,33 @@ from ringjax._src.rows.sizes import QUERY_ROWS, ring_query_rows
 
 
 class AttentionSpec(NamedTuple):
-    """Everything about an attention call that is known before it is traced; a plan is made for a spec.
-
-    Attributes:
-        pattern: The dilation pattern.
-        seq_len: Length of the sequence without padding.
-        stored_length: Length with padding.
-        batch: Batch entries per device.
-        kv_heads: Key/value heads, over all devices.
-        q_per_kv: Query heads per key/value head.
-        head_dim: Dimensions per head.
-        is_causal: Whether attention is causal.
-        dtype: Dtype of query, key and value.
-        has_ids: Whether there are segment ids.
-        has_sinks: Whether there are attention sinks.
-        ring_size: Devices that share the sequence.
-        layout: Layout of the sequence.
-        strategy: How branches share segments.
-        memory_budget: Bytes per device, or None.
-        head_shards: Devices that share the heads.
-        device: Name of the devices, see `devices.py`.
-        inner_devices: Devices on the inner mesh axis, if the ring is over several axes.
-        axis_name: Mesh axis of the ring, or None without a ring.
-        head_axis: Mesh axis of the heads, or None.
-        scale: Factor applied to the scores.
-        dropout_rate: Probability of dropping a weight.
-        implementation: The kernels that the caller asked for, or None.
-        block_sizes: Block sizes of the Pallas kernels, or None.
-        returns_lse: Whether the caller asked for the log-sum-exp.
-    """
+    """Everything about an attention call that is known before it is traced; a plan is made for a spec."""
 
     pattern: DilationPattern
-    seq_len: int
-    stored_length: int
-    batch: int
-    kv_heads: int
-    q_per_kv: int
-    head_dim: int
+    seq_len: int  # length of the sequence without padding
+    stored_length: int  # length with padding
+    batch: int  # batch entries per device
+    kv_heads: int  # key/value heads, over all devices
+    q_per_kv: int  # query heads per key/value head
+    head_dim: int  # dimensions per head
     is_causal: bool
-    dtype: str
-    has_ids: bool
-    has_sinks: bool = False
-    ring_size: int = 1
-    layout: str = "contiguous"
-    strategy: str = "ring"
-    memory_budget: int | None = None
-    head_shards: int = 1
-    device: str = "cpu"
-    inner_devices: int | None = None
-    axis_name: AxisName | None = None
-    head_axis: AxisName | None = None
-    scale: float = 1.0
-    dropout_rate: float = 0.0
-    implementation: str | None = None
-    block_sizes: BlockSizes | None = None
-    returns_lse: bool = False
+    dtype: str  # dtype of query, key and value
+    has_ids: bool  # whether there are segment ids
+    has_sinks: bool = False  # whether there are attention sinks
+    ring_size: int = 1  # devices that share the sequence
+    layout: str = "contiguous"  # layout of the sequence
+    strategy: str = "ring"  # how branches share segments
+    memory_budget: int | None = None  # bytes per device, or None
+    head_shards: int = 1  # devices that share the heads
+    device: str = "cpu"  # name of the devices, see `devices.py`
+    inner_devices: int | None = None  # devices on the inner mesh axis, if the ring is over several axes
+    axis_name: AxisName | None = None  # mesh axis of the ring, or None without a ring
+    head_axis: AxisName | None = None  # mesh axis of the heads, or None
+    scale: float = 1.0  # factor applied to the scores
+    dropout_rate: float = 0.0  # probability of dropping a weight
+    implementation: str | None = None  # the kernels that the caller asked for, or None
+    block_sizes: BlockSizes | None = None  # block sizes of the Pallas kernels, or None
+    returns_lse: bool = False  # whether the caller asked for the log-sum-exp
 
     @property
     def platform(self) -> Platform:

@@ -3,62 +3,63 @@
 from __future__ import annotations
 
 import io
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
     from ringjax._src.planning.branch_plan import BranchPlan
-    from ringjax._src.planning.costs import Message
 from ringjax._src.planning.plan import Plan
 
-_WIDTH = 120
+WIDTH = 120
+_COLUMNS = ("branch", "where", "devices", "messages", "rows", "sent fwd", "sent bwd", "bwd moves", "flops", "balance")
 
 
-def plan_table(plan: Plan, *, has_caption: bool = True) -> str:
-    """Formats a plan as a table of at most 120 columns, with notes on memory and slow branches in the caption."""
-    spec = plan.spec
-    caption = _caption(plan) if has_caption else None
-    table = Table(title=_title(plan), title_justify="left", title_style="", caption=caption)
-    table.caption_justify, table.caption_style = "left", ""
-    for name in (
-        "branch",
-        "where",
-        "devices",
-        "messages",
-        "rows",
-        "sent fwd",
-        "sent bwd",
-        "bwd moves",
-        "flops",
-        "balance",
-    ):
-        table.add_column(name, justify="left" if name in ("branch", "where", "bwd moves") else "right")
-    for branch in plan.branches:
-        table.add_row(*_row(branch))
-    if len(plan.branches) > 1:
-        sent = [sum(b.sent(m) for b, m in zip(plan.branches, messages, strict=True)) for messages in _messages(plan)]
-        total = max(plan.flops)
+def table_text(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    num_left: int = 1,
+    *,
+    left: Sequence[str] = (),
+    caption: str | None = None,
+    total: Sequence[str] | None = None,
+) -> str:
+    """Returns a table as text, at most 120 columns wide; the first `num_left` columns and `left` are left-justified."""
+    options: dict[str, Any] = {"title_justify": "left", "title_style": "", "caption_justify": "left"}
+    table = Table(title=title, caption=caption, caption_style="", **options)
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="left" if i < num_left or name in left else "right")
+    for row in rows:
+        table.add_row(*row)
+    if total is not None:
         table.add_section()
-        table.add_row(
-            "all",
-            "",
-            str(spec.ring_size),
-            "",
-            "",
-            *map(bytes_text, sent),
-            "",
-            count_text(total),
-            f"{plan.balance:.2f}",
-        )
+        table.add_row(*total)
     out = io.StringIO()
-    Console(file=out, width=_WIDTH, color_system=None, force_jupyter=False).print(table)
+    # cells may contain user input, which is not markup
+    plain: dict[str, Any] = {"color_system": None, "force_jupyter": False, "markup": False, "emoji": False}
+    Console(file=out, width=WIDTH, highlight=False, **plain).print(table)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def _messages(plan: Plan) -> tuple[list[tuple[Message, ...]], list[tuple[Message, ...]]]:
-    return [b.forward for b in plan.branches], [b.backward for b in plan.branches]
+def plan_table(plan: Plan, *, has_caption: bool = True) -> str:
+    """Formats a plan as a table, with notes on memory and slow branches in the caption."""
+    total = None
+    if len(plan.branches) > 1:
+        sent = [sum(b.sent(b.forward) for b in plan.branches), sum(b.sent(b.backward) for b in plan.branches)]
+        work = count_text(max(plan.flops)), f"{plan.balance:.2f}"
+        total = ("all", "", str(plan.spec.ring_size), "", "", *map(bytes_text, sent), "", *work)
+    return table_text(
+        _title(plan),
+        _COLUMNS,
+        map(_row, plan.branches),
+        num_left=2,
+        left=("bwd moves",),
+        caption=_caption(plan) if has_caption else None,
+        total=total,
+    )
 
 
 def _title(plan: Plan) -> str:
@@ -128,7 +129,7 @@ def _detail(branch: BranchPlan) -> str:
 
 
 def _number(branch: BranchPlan) -> int:
-    """Returns the number of messages of a part that follow one another in the forward pass: hops and exchanges."""
+    """Returns the number of messages of a piece that follow one another in the forward pass: hops and exchanges."""
     return branch.hops + (2 if branch.exchange else 0 if branch.hops else 1)
 
 

@@ -18,19 +18,12 @@ from ringjax._src.rows.slices import from_bits, to_bits
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowPacker:
-    """Copies rows from dense arrays to packed arrays, and results back.
+    """Copies rows from dense arrays to packed arrays, and results back."""
 
-    Attributes:
-        rows: The selection.
-        kv_heads: Key/value heads of the dense arrays.
-        starts: Start position of each chunk of the selection, (chunks,).
-        chunks: Chunks C of the packed arrays; 1 to make each chunk a task of its own.
-    """
-
-    rows: RowSelection
-    kv_heads: int
-    starts: Array
-    chunks: int
+    rows: RowSelection  # the selection
+    kv_heads: int  # key/value heads of the dense arrays
+    starts: Array  # start position of each chunk of the selection, (chunks,)
+    chunks: int  # chunks C of the packed arrays; 1 to make each chunk a task of its own
 
     def view(self, x: Array) -> Array:
         """Returns the view of a dense array (B, T, ...) that the other methods take; to be called outside of loops."""

@@ -28,39 +28,22 @@ from ringjax._src.rows.slices import ColumnSlice, RowGather, WindowSlice
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RowSelection:
-    """The rows that one branch selects in the chunks of one device.
+    """The rows that one branch selects in the chunks of one device."""
 
-    Attributes:
-        branch: Index of the branch in the pattern.
-        segment_length: ``w``.
-        rate: ``r``.
-        first: Index on the device of the first position; not 0 for a shorter last segment only.
-        chunks: Number of chunks.
-        chunk_length: Positions per chunk.
-        num_rows: Most rows that a head selects in a chunk.
-        is_aligned: Whether every head selects that many rows in every chunk, at the same places.
-        heads: Key/value heads that run the branch, (heads,).
-        offsets: Residue of each head, (heads,).
-        counts: Rows that each head selects in a whole segment, (heads,).
-        blocks: Block sizes of plain XLA.
-        is_ragged: Whether some head has fewer rows than the blocks of plain XLA hold.
-        has_empty_heads: Whether some of `heads` may select no row, and nothing else masks them; their count is 0.
-    """
-
-    branch: int
-    segment_length: int
-    rate: int
-    first: int
-    chunks: int
-    chunk_length: int
-    num_rows: int
-    is_aligned: bool
-    heads: np.ndarray
-    offsets: np.ndarray
-    counts: np.ndarray
-    blocks: XlaBlockSizes
-    is_ragged: bool
-    has_empty_heads: bool
+    branch: int  # index of the branch in the pattern
+    segment_length: int  # ``w``
+    rate: int  # ``r``
+    first: int  # index on the device of the first position; not 0 for a shorter last segment only
+    chunks: int  # number of chunks
+    chunk_length: int  # positions per chunk
+    num_rows: int  # most rows that a head selects in a chunk
+    is_aligned: bool  # whether every head selects that many rows in every chunk, at the same offsets
+    heads: np.ndarray  # key/value heads that run the branch, (heads,)
+    offsets: np.ndarray  # residue of each head, (heads,)
+    counts: np.ndarray  # rows that each head selects in a whole segment, (heads,)
+    blocks: XlaBlockSizes  # block sizes of plain XLA
+    is_ragged: bool  # whether some head has fewer rows than the blocks of plain XLA hold
+    has_empty_heads: bool  # whether some of `heads` may select no row, and nothing else masks them; their count is 0
 
     @property
     def nbytes(self) -> int:

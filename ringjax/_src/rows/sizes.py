@@ -11,16 +11,11 @@ class XlaBlockSizes:
 
     Each size divides the previous one. A query block attends to the keys before it in blocks of `key` rows and, if
     causal, to the keys on its diagonal in steps of `diagonal` rows, which skip masked query rows.
-
-    Attributes:
-        query: Rows of a query block.
-        key: Rows of a key block.
-        diagonal: Rows of a step along the causal diagonal.
     """
 
-    query: int
-    key: int
-    diagonal: int
+    query: int  # rows of a query block
+    key: int  # rows of a key block
+    diagonal: int  # rows of a step along the causal diagonal
 
     def __post_init__(self) -> None:
         if self.query < 1 or self.key < 1 or self.diagonal < 1 or self.query % self.key or self.key % self.diagonal:
