@@ -1,8 +1,9 @@
 """Checks what kernels under plain `jit` send if arrays are sharded and no ring is given, as compiled for 8 devices.
 
-Arrays are sharded by batch, heads, sequence, batch and sequence, and all of them, on explicit meshes and, on GPUs, on automatic ones.
-Batch and heads must send nothing. With a sharded sequence, the forward pass must send what the plan lists, and the
-gradient what the program of a `Ring` sends. Failed checks are listed, and the command then exits with status 1.
+Arrays are sharded by batch, heads, sequence, batch and sequence, and all of them, on explicit meshes and, on GPUs, on
+automatic ones. Batch and heads must send nothing. With a sharded sequence, the forward pass must send what the plan
+lists, and the gradient what the program of a `Ring` sends. Failed checks are listed, and the command then exits with
+status 1.
 
     python benchmarks/aot_sharding.py                # part of `make aot-cuda`
     python benchmarks/aot_sharding.py --target v5e:2x4   # part of `make aot-tpu`

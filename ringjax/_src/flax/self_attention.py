@@ -14,7 +14,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from ringjax._src.api import dilated_attention
-from ringjax._src.comm.mesh import Ring, axes, explicit_axes, stored_positions
+from ringjax._src.comm.axes import axes, explicit_axes
+from ringjax._src.comm.mesh import Ring, stored_positions
 from ringjax._src.comm.order_checks import report_misplaced_positions
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode import DecodeCache, decode_step, prefill
@@ -142,7 +143,7 @@ class SelfAttention:
             self.pattern,
             is_causal=True,
             sink_logits=sink_logits,
-            ring=self.ring,
+            ring=self.ring and dataclasses.replace(self.ring, seq_len=None),  # a prompt has its own `lengths`
             implementation=self.implementation,
         )
         return out, prefill(cache, key, value, lengths, ring=self.ring)
@@ -178,6 +179,8 @@ class SelfAttention:
         leading = tuple(x.shape[:-1])
         check_optional(check_ids, "segment_ids", segment_ids, leading, "(batch..., length)")
         check_seq_len(seq_len, leading[-1])
+        if self.ring is not None:
+            self.ring.check_placed("x", x)
         if positions is None:
             return
         if self.positions is None:

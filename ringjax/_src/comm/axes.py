@@ -1,0 +1,43 @@
+"""Names, sizes, kinds and devices of mesh axes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import jax
+from jax import Array
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from ringjax._src.comm.devices import device_of_kind
+from ringjax._src.comm.ring_comm import AxisName
+
+
+def abstract_device(mesh: AbstractMesh) -> str:
+    """Returns the name of the devices of an abstract mesh, or of the default devices if the mesh does not name any."""
+    if mesh.abstract_device is not None:
+        return device_of_kind(mesh.abstract_device.platform, mesh.abstract_device.device_kind)
+    first = jax.devices()[0]
+    return device_of_kind(first.platform, first.device_kind)
+
+
+def inner_size(name: AxisName | None, sizes: Mapping[str, int]) -> int | None:
+    """Returns the number of devices on the last of several mesh axes, given the sizes of axes; None for one axis."""
+    used = [axis for axis in axes(name) if sizes[axis] > 1]
+    return sizes[used[-1]] if len(used) > 1 else None
+
+
+def axes(name: AxisName | None) -> tuple[str, ...]:
+    """Returns the mesh axes of an axis argument as a tuple."""
+    return () if name is None else (name,) if isinstance(name, str) else tuple(name)
+
+
+def explicit_axes(mesh: Mesh | AbstractMesh) -> set[str]:
+    """Returns the explicit axes of a mesh, those that are part of array types."""
+    return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
+
+
+def reshard_explicit(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
+    """Shards an array over the explicit axes of a spec; the compiler shards it over the automatic ones."""
+    explicit = explicit_axes(mesh)
+    kept = (tuple(axis for axis in axes(name) if axis in explicit) or None for name in spec)
+    return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
