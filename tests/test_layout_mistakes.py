@@ -160,11 +160,27 @@ def test_arrays_in_sequence_order_raise_in_the_zigzag_layout(kind):
         LongNetDecoder(config, ring=ring, rngs=nnx.Rngs(0))(np.ones((1, 64), np.int32))
 
 
-def test_ids_in_sequence_order_raise_in_the_zigzag_layout():
-    ring = ring_of(layout="zigzag")
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_in_sequence_order_raise_in_the_zigzag_layout(kind):
+    ring = ring_of(kind=kind, layout="zigzag")
     stored = [ring.shard(x) for x in arrays(64)]
+    call = attend if kind == "auto" else functools.partial(rj.dilated_attention, pattern=PATTERN)
     with says("`segment_ids` must be in the layout 'zigzag' of the ring and on its devices"):
-        attend(*stored, ring=ring, segment_ids=np.zeros((2, 64), np.int32))
+        call(*stored, ring=ring, segment_ids=np.zeros((2, 64), np.int32))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_computed_from_the_positions_of_a_ring_are_in_its_layout(kind):
+    ring = ring_of(kind=kind, layout="zigzag")
+
+    def attend_to_the_first(count, *arrays):
+        ids = jnp.where(ring.positions(64)[None] < count, 0, -1).repeat(2, 0)
+        return rj.dilated_attention(*arrays, PATTERN, ring=ring, segment_ids=ids, implementation="xla")
+
+    f = jax.jit(attend_to_the_first, compiler_options=QUICK)
+    out = ring.unshard(f(jnp.asarray(50), *(ring.shard(x) for x in arrays(64))))
+    wanted = rj.reference_attention(*arrays(64), PATTERN, seq_len=50)
+    assert error(out, wanted) < 2e-6
 
 
 def test_arrays_of_a_ring_of_another_size_raise():

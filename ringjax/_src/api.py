@@ -12,9 +12,9 @@ from jaxtyping import Float, Int
 
 from ringjax._src import debug, dropout, sharded, vjp
 from ringjax._src.branches.protocol import Shard
-from ringjax._src.comm.axes import abstract_device, axes, inner_size
+from ringjax._src.comm.axes import abstract_device, axes, check_ring_options, inner_size
 from ringjax._src.comm.layout import layout_for, layout_named
-from ringjax._src.comm.mesh import Ring, RingInfo, check_ring_options
+from ringjax._src.comm.mesh import Ring, RingInfo
 from ringjax._src.comm.order_checks import report_early_padding, report_split_documents
 from ringjax._src.comm.ring_comm import AxisName, StrategyName
 from ringjax._src.device_shard import device_shard, grouped

@@ -13,7 +13,15 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Int, Shaped
 
-from ringjax._src.comm.axes import abstract_device, axes, explicit_axes, inner_size, reshard_explicit
+from ringjax._src.comm.axes import (
+    abstract_device,
+    axes,
+    can_become,
+    check_ring_options,
+    explicit_axes,
+    inner_size,
+    reshard_explicit,
+)
 from ringjax._src.comm.devices import device_of_kind
 from ringjax._src.comm.layout import (
     CONTIGUOUS,
@@ -25,7 +33,7 @@ from ringjax._src.comm.layout import (
     stored_on_host,
     to_layout,
 )
-from ringjax._src.comm.ring_comm import STRATEGIES, AxisName, StrategyName
+from ringjax._src.comm.ring_comm import AxisName, StrategyName
 from ringjax._src.validation import (
     MOST_POSITIONS,
     check_bool,
@@ -33,7 +41,6 @@ from ringjax._src.validation import (
     check_instance,
     check_int,
     check_is_array,
-    check_optional,
     check_positions,
     shown,
 )
@@ -253,7 +260,7 @@ class Ring:
         length = self.seq_len if length is None else length
         if length is None:
             raise ValueError("`length` must be given for a ring without `seq_len`, got None.")
-        return positions(self._layout(), self.stored_length(length), self.size("axis_name"))
+        return stored_positions(self, self.stored_length(length))
 
     def info(self) -> RingInfo:
         """Returns the description of the ring that code inside `jax.shard_map` uses."""
@@ -316,7 +323,10 @@ class Ring:
         """Checks that an array is on a mesh unless the layout is the order of the sequence.
 
         `shard` puts an array in the layout and on the mesh, so an array that is not on a mesh is in sequence order.
+        (Not so segment ids that a traced function computes from `positions` on explicit meshes: these are not checked.)
         """
+        if name == "segment_ids" and isinstance(x, jax.core.Tracer) and explicit_axes(self.resolve()):
+            return
         if self._layout() != CONTIGUOUS.name and jax.typeof(x).sharding.mesh.empty:
             raise ValueError(
                 f"`{name}` must be in the layout {self.layout!r} of the ring and on its devices, got an array that is "
@@ -368,7 +378,7 @@ class Ring:
         mesh, spec = self.resolve(), PartitionSpec(*self.spec()[: x.ndim])
         given = jax.typeof(x).sharding
         explicit = explicit_axes(mesh)
-        if explicit and mesh.size > 1 and not _can_become(given.spec, spec, x.ndim, explicit):
+        if explicit and mesh.size > 1 and not can_become(given.spec, spec, x.ndim, explicit):
             raise ValueError(
                 f"`{name}` must be sharded as {spec} over an explicit mesh, or replicated, got {given.spec}: use "
                 "`jax.device_put` or `jax.reshard`."
@@ -382,40 +392,16 @@ class Ring:
                     raise ValueError(f"`{name}` must name axes of the mesh {mesh.axis_names}{hint}, got {axis!r}.")
 
 
-def check_ring_options(
-    names: dict[str, AxisName | None],
-    layout: str,
-    strategy: StrategyName,
-    memory_budget: int | None,
-    *,
-    is_optional: bool = False,
-) -> None:
-    """Checks the options of a ring.
-
-    `names` maps argument names, such as ``"axis_name"``, to mesh axes; `is_optional` permits no ``"axis_name"``.
-    """
-    layout_named(layout)
-    check_choice("strategy", strategy, tuple(STRATEGIES))
-    check_optional(check_int, "memory_budget", memory_budget)
-    for name, value in names.items():
-        is_absent = value is None and (is_optional or name != "axis_name")
-        is_axis = isinstance(value, str) or (
-            isinstance(value, tuple) and value and all(isinstance(x, str) for x in value)
-        )
-        if not is_absent and not is_axis:
-            raise ValueError(f"`{name}` must be a mesh axis or a tuple of them, got {shown(value)}.")
-    used = [axis for value in names.values() for axis in axes(value)]
-    if len(set(used)) != len(used):
-        *others, last = (f"`{name}`" for name in names)
-        raise ValueError(f"{', '.join(others)} and {last} must not share a mesh axis, got {used}.")
-
-
 def stored_positions(ring: Ring | None, length: int) -> Array:
     """Returns the position in the sequence of each stored row; `length` includes padding."""
     if ring is None:
         return jnp.arange(length, dtype=jnp.int32)
-    size = ring.size("axis_name")
-    return positions(layout_for(ring.layout, size), length, size)
+    size, mesh = ring.size("axis_name"), ring.resolve()
+    found = positions(layout := layout_for(ring.layout, size), length, size)
+    if layout == CONTIGUOUS.name or explicit_axes(mesh) or not isinstance(found, jax.core.Tracer):
+        return found
+    # segment ids computed from these are on the mesh, too, see `Ring.check_placed`
+    return lax.with_sharding_constraint(found, NamedSharding(mesh, PartitionSpec(ring.axis_name)))
 
 
 def _check_like_query(name: str, x: Array, query: Array) -> None:
@@ -426,9 +412,3 @@ def _check_like_query(name: str, x: Array, query: Array) -> None:
         return
     if not given.is_equivalent_to(expected, x.ndim):
         raise ValueError(f"`{name}` must be sharded like `query`, got {given.spec} and {expected.spec}.")
-
-
-def _can_become(given: PartitionSpec, expected: PartitionSpec, ndim: int, explicit: set[str]) -> bool:
-    """Returns whether each axis is sharded over the expected explicit mesh axes, or over none."""
-    kept = lambda spec, i: [a for a in axes(spec[i]) if a in explicit] if i < len(spec) else []  # noqa: E731
-    return all(kept(given, i) in ([], kept(expected, i)) for i in range(ndim))
