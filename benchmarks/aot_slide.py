@@ -41,10 +41,10 @@ def lowered(mesh: Mesh, tiles: int, dtype: str, layers: int) -> jax.stages.Lower
     config = LongNetConfig.gigapath(num_layers=layers, dtype=dtype)
     graph, state = nnx.split(nnx.eval_shape(lambda: SlideEncoder(config, ring=ring, rngs=nnx.Rngs(0))))
 
-    def encode(state: Any, features: Array, coordinates: Array) -> Array:  # noqa: ANN401
+    def encode(state: Any, features: Array, coordinates: Array) -> Array:
         return nnx.merge(graph, state)(features[:, :tiles], coordinates[:, :tiles])
 
-    def shaped(spec: PartitionSpec, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:  # noqa: ANN401
+    def shaped(spec: PartitionSpec, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
 
     weights = jax.tree.map(lambda x: shaped(PartitionSpec(), x.shape, x.dtype), state)
