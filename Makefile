@@ -75,12 +75,14 @@ million: $(VENV)/ready
 aot-tpu: .venv-aot-tpu-$(VERSION)/ready
 	$(if $(AOT),,.venv-aot-tpu-$(VERSION)/bin/python benchmarks/tpu_costs.py)
 	$(if $(AOT),,.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot_sharding.py --target v5e:2x4)
+	$(if $(AOT),,.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot_slide.py --target v5e:4x4 --dtype bfloat16)
 	.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot.py tpu $(AOT)
 
 # with AOT, only the rings
 aot-cuda: .venv-aot-cuda-$(VERSION)/ready
 	$(if $(AOT),,.venv-aot-cuda-$(VERSION)/bin/python benchmarks/gpu_costs.py)
 	$(if $(AOT),,.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot_sharding.py)
+	$(if $(AOT),,.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot_slide.py)
 	.venv-aot-cuda-$(VERSION)/bin/python benchmarks/aot.py cuda $(AOT)
 
 # builds the documentation site in build/site; warnings are errors

@@ -1,8 +1,9 @@
 """Checks what kernels under plain `jit` send if arrays are sharded and no ring is given, as compiled for 8 devices.
 
-Arrays are sharded by batch, heads, sequence, and all of them, on explicit meshes and, on GPUs, on automatic ones.
-Batch and heads must send nothing. With a sharded sequence, the forward pass must send what the plan lists, and the
-gradient what the program of a `Ring` sends. Failed checks are listed, and the command then exits with status 1.
+Arrays are sharded by batch, heads, sequence, batch and sequence, and all of them, on explicit meshes and, on GPUs, on
+automatic ones. Batch and heads must send nothing. With a sharded sequence, the forward pass must send what the plan
+lists, and the gradient what the program of a `Ring` sends. Failed checks are listed, and the command then exits with
+status 1.
 
     python benchmarks/aot_sharding.py                # part of `make aot-cuda`
     python benchmarks/aot_sharding.py --target v5e:2x4   # part of `make aot-tpu`
@@ -40,6 +41,7 @@ SHARDS = {
     "batch": ("data", None, None),
     "heads": (None, None, "tensor"),
     "sequence": (None, "ring", None),
+    "batch and sequence": ("data", "ring", None),
     "all": AXES,
 }
 PASSES = ("forward", "gradient")
@@ -121,7 +123,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="H100", help="target of 8 devices, such as v5e:2x4 or H100 (%(default)s)")
     parser.add_argument("--mesh", choices=MESHES, action="append", help="kind of mesh (default: both)")
-    parser.add_argument("--shards", choices=SHARDS, action="append", help="what is sharded (default: all of them)")
+    parser.add_argument("--shards", choices=SHARDS, action="append", help="what is sharded (default: each in turn)")
     options = parser.parse_args()
     os.environ.update(ENVIRONMENT)
     jax.config.update("jax_platforms", "cpu")

@@ -1,6 +1,7 @@
 """Cases, oracles and error measures shared by the test files."""
 
 import collections
+import dataclasses
 import functools
 import itertools
 from typing import NamedTuple
@@ -286,14 +287,12 @@ def on_ring(ring: rj.Ring, fill: float = 0):
     """Returns `dilated_attention` on a ring for arrays in sequence order; padding is set to `fill`."""
 
     def attention(q, k, v, pattern, *, segment_ids=None, seq_len=None, **keywords):
-        size, length = ring.size("axis_name"), q.shape[1]
-        stored = [rj.to_layout(x, ring.layout, size, fill=fill) for x in (q, k, v)]
+        padded = dataclasses.replace(ring, seq_len=q.shape[1])
+        stored = [padded.shard(x, fill=fill) for x in (q, k, v)]
         if segment_ids is not None:
-            segment_ids = rj.to_layout(segment_ids, ring.layout, size, fill=-1)
-        if seq_len is None and stored[0].shape[1] > length:
-            seq_len = length
-        out = rj.dilated_attention(*stored, pattern, segment_ids=segment_ids, seq_len=seq_len, ring=ring, **keywords)
-        return rj.from_layout(out, ring.layout, size, length=length)
+            segment_ids = padded.shard(segment_ids, fill=-1)
+        used, keywords = (padded, keywords) if seq_len is None else (ring, keywords | {"seq_len": seq_len})
+        return padded.unshard(rj.dilated_attention(*stored, pattern, segment_ids=segment_ids, ring=used, **keywords))
 
     return attention
 

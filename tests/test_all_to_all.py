@@ -302,7 +302,7 @@ def test_exchange_balances_causal_work_in_every_layout(ring_size, layout):
         strategy="all_to_all",
     )
     assert plan.balance == 1.0
-    q = np.ones((1, 256, 8, 8), np.float32)
+    q = ring.shard(np.ones((1, 256, 8, 8), np.float32))
     count = functools.partial(rj.count_tiles, pattern=pattern, ring=ring, is_causal=True)
     counts = np.asarray(jax.jit(count, compiler_options=QUICK)(q, q, q)).ravel()
     assert counts.shape == (ring_size,)

@@ -36,6 +36,11 @@ def test_plan_takes_the_options_of_patterns(capsys):
     assert output["plan"]["pattern"].endswith("offsets='block', mixing='detached', padding='zeros')")
 
 
+def test_plan_counts_the_gradients_of_sinks(capsys):
+    plans = [json_output(capsys, *PLAN, *options)["plan"] for options in ([], ["--sinks"])]
+    assert [[message["op"] for message in plan["backward"]] for plan in plans] == [[], ["all-reduce"]]
+
+
 def test_plan_prints_json():
     done = command(*PLAN, "--causal", "--device", "h100", "--json")
     assert (done.returncode, done.stderr) == (0, "")

@@ -133,6 +133,17 @@ def on_cpu(monkeypatch):
     monkeypatch.setattr(cli_aot.subprocess, "run", in_process)
 
 
+def test_aot_compiles_sinks_with_the_collectives_of_the_plan(on_cpu, capsys):
+    words = ["aot", "--target", "tpu:v5e:2x2", "--seq-len", "256", "--heads", "4", "--head-dim", "8"]
+    words += ["--pattern", "T/8", "--dtype", "f32", "--strategy", "all_to_all", "--pass", "gradient"]
+    found = []
+    for options in ([], ["--sinks"]):
+        assert main([*words, *options, "--json"]) == 0
+        found += json.loads(capsys.readouterr().out)["programs"]
+    assert [x["collectives"] == x["planned_collectives"] for x in found] == [True, True]
+    assert found[1]["collectives"] == found[0]["collectives"] + 1  # sums the gradients of the sinks
+
+
 def test_aot_report_is_compared_with_the_plan(on_cpu, capsys):
     words = ["aot", "--target", "tpu:v5e:2x2", "--seq-len", "256", "--heads", "4", "--head-dim", "8", "--causal"]
     words += ["--pattern", "16/1,T/8", "--dtype", "f32", "--strategy", "ring", "--pass", "forward"]

@@ -72,6 +72,7 @@ CASES = [
     Bad("plan --branch-heads split --offsets block", "--offsets"),
     Bad("plan --branch-heads split --mixing detached", "--mixing"),
     Bad("plan --branch-heads split --padding zeros", "--padding"),
+    Bad("plan --mixing detached --sinks", "--sinks"),
     *(Bad(f"plan --pattern {text}", "--pattern") for text in PATTERNS),
     Bad(f"plan --pattern {','.join(['2K/1'] * 1000)}", "--pattern", "1000"),
     Bad("plan --seq-len 1G --pattern 1/1", "--pattern", "1/1"),

@@ -282,8 +282,8 @@ def layer_of(framework, **options):
 def test_nnx_linen_and_ring_layers_drop_the_same_weights():
     by_nnx = layer_of("nnx")(X, KEY)
     ring = rj.Ring(ring_mesh(2), layout="zigzag")
-    stored = layer_of("nnx", ring=ring)(rj.to_layout(X, "zigzag", 2), KEY)
-    for other in (layer_of("linen")(X, KEY), rj.from_layout(stored, "zigzag", 2)):
+    stored = layer_of("nnx", ring=ring)(ring.shard(X), KEY)
+    for other in (layer_of("linen")(X, KEY), ring.unshard(stored)):
         assert error(other, by_nnx) < 2e-6
     assert error(layer_of("nnx")(X, jax.random.key(1)), by_nnx) > 0.1
 
@@ -332,12 +332,11 @@ def test_stock_linen_layer_drops_the_weights_of_the_oracle():
 def logits_of(config, ring=None):
     """Returns a compiled decoder: a function of tokens (in sequence order) and key."""
     model, shapes = functional(LongNetDecoder, config, ring)
-    parameters, size = drawn(shapes), 1 if ring is None else ring.size("axis_name")
+    parameters = drawn(shapes)
 
     def logits(tokens, key):
-        stored = tokens if ring is None else rj.to_layout(tokens, ring.layout, size)
-        out = model(parameters)(stored, dropout_rng=key)
-        return out if ring is None else rj.from_layout(out, ring.layout, size)
+        out = model(parameters)(tokens if ring is None else ring.shard(tokens), dropout_rng=key)
+        return out if ring is None else ring.unshard(out)
 
     return jax.jit(logits, compiler_options=QUICK)
 

@@ -100,15 +100,13 @@ def assert_equals_oracle(call: Call, attention=rj.dilated_attention, dtype="floa
 
 def on_ring(ring: rj.Ring):
     """Returns `dilated_attention` on a ring for arrays in sequence order."""
-    to = functools.partial(rj.to_layout, layout=ring.layout, ring_size=ring.size("axis_name"))
 
     def attention(q, k, v, pattern, *, segment_ids, seq_len, **keywords):
-        length = q.shape[1]
-        ids = None if segment_ids is None else to(segment_ids, fill=-1)
-        stored = [to(x) for x in (q, k, v)]
-        keywords |= {"segment_ids": ids, "seq_len": seq_len or length, "ring": ring}
-        found = rj.dilated_attention(*stored, pattern, **keywords)
-        return tuple(rj.from_layout(x, ring.layout, ring.size("axis_name"), length=length) for x in found)
+        padded = dataclasses.replace(ring, seq_len=q.shape[1])
+        ids = None if segment_ids is None else padded.shard(segment_ids, fill=-1)
+        keywords |= {"segment_ids": ids, "seq_len": seq_len or q.shape[1], "ring": ring}
+        found = rj.dilated_attention(*(padded.shard(x) for x in (q, k, v)), pattern, **keywords)
+        return tuple(padded.unshard(x) for x in found)
 
     return attention
 

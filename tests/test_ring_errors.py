@@ -85,14 +85,14 @@ BAD_CALLS = {
     "length": (
         {"layout": "contiguous"},
         {"q": Q[:, :15], "k": Q[:, :15], "v": Q[:, :15]},
-        "`query` length must be a multiple of 2 for layout 'contiguous' on a ring of 2, got 15: pad the inputs "
-        "with `ring.shard` and pass `seq_len=15`.",
+        "`query` length must be a multiple of 2 for layout 'contiguous' on a ring of 2, got 15: use "
+        "`Ring(..., seq_len=15)` and its `shard`, which pads.",
     ),
     "zigzag length": (
         {"layout": "zigzag"},
         {"q": Q[:, :14], "k": Q[:, :14], "v": Q[:, :14]},
-        "`query` length must be a multiple of 4 for layout 'zigzag' on a ring of 2, got 14: pad the inputs with "
-        "`ring.shard` and pass `seq_len=14`.",
+        "`query` length must be a multiple of 4 for layout 'zigzag' on a ring of 2, got 14: use "
+        "`Ring(..., seq_len=14)` and its `shard`, which pads.",
     ),
     "heads": (
         {"head_axis": "tensor"},

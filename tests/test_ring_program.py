@@ -295,7 +295,7 @@ def test_zigzag_shares_causal_work_evenly(ring_size):
     counts = {}
     for layout in ("contiguous", "zigzag"):
         ring = rj.Ring(ring_mesh(ring_size), layout=layout, strategy="ring")
-        q = jnp.ones((1, 256, 4, 8))
+        q = ring.shard(jnp.ones((1, 256, 4, 8)))
         count = jax.jit(
             lambda q, ring=ring: rj.count_tiles(q, q, q, ALIGNED, ring=ring, is_causal=True),
             compiler_options=QUICK,

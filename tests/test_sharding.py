@@ -1,7 +1,6 @@
 """Sharded arrays under plain `jit`, `vmap` and rings: no collective but those of the plan, on both kinds of mesh."""
 
 import functools
-import logging
 import re
 from collections import Counter
 
@@ -16,7 +15,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 
 import ringjax as rj
 from ringjax import linen
-from ringjax.models import LongNetConfig, LongNetDecoder, next_token_targets
+from ringjax.models import LongNetConfig, LongNetDecoder
 from ringjax.nnx import DilatedSelfAttention
 
 CASE = Case(length=64, batch=4, kv_heads=4, q_per_kv=2, head_dim=8, segment_lengths=(16, 64), dilation_rates=(1, 4))
@@ -233,18 +232,20 @@ def test_ring_of_a_mesh_without_its_axis_names_the_remedy():
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_shard_and_unshard_invert_each_other_in_and_outside_of_jit(kind, layout):
-    ring = rj.Ring(mesh_of(kind), layout=layout, batch_axis="data", head_axis="tensor")
+    ring = rj.Ring(mesh_of(kind), layout=layout, batch_axis="data", head_axis="tensor", seq_len=61)
     stored = rj.to_layout(x := np.arange(2 * 61 * 2 * 3).reshape(2, 61, 2, 3), layout, 2)
     for given in (x, jnp.asarray(x)):
-        found = ring.shard(given, seq_len=61)
+        found = ring.shard(given)
         assert found.sharding.spec == jax.P("data", "ring", "tensor")
         np.testing.assert_array_equal(found, stored)
-        np.testing.assert_array_equal(ring.unshard(found, length=61), x)
+        np.testing.assert_array_equal(ring.unshard(found), x)
+        np.testing.assert_array_equal(ring.unshard(found, length=7), x[:, :7])
     whole = jax.device_put(x, jax.NamedSharding(ring.mesh, jax.P()))
-    traced = jax.jit(lambda x: ring.shard(x, seq_len=61), compiler_options=QUICK)(whole)
+    traced = jax.jit(ring.shard, compiler_options=QUICK)(whole)
     assert traced.sharding.is_equivalent_to(jax.NamedSharding(ring.mesh, jax.P("data", "ring", "tensor")), 4)
     np.testing.assert_array_equal(traced, stored)
-    np.testing.assert_array_equal(ring.positions(61), rj.positions(layout, ring.stored_length(61), 2))
+    for positions in (ring.positions(), ring.positions(61)):
+        np.testing.assert_array_equal(positions, rj.positions(layout, ring.stored_length(61), 2))
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,6 @@ def test_shard_and_unshard_invert_each_other_in_and_outside_of_jit(kind, layout)
         ({"x": np.ones((2, 8, 3, 1))}, "heads of `x` must divide evenly over the 2 devices of `head_axis`"),
         ({"x": np.ones(8)}, "`axis` must be 0 or 1 and an axis of `x`, got 1"),
         ({"x": np.ones((2, 8)), "axis": 2}, "`axis` must be 0 or 1 and an axis of `x`, got 2"),
-        ({"x": np.ones((2, 7)), "seq_len": 6}, "`seq_len` must be the length of `x`, 7, got 6"),
         ({"x": np.ones((2, 7), np.uint8), "fill": -1}, "`fill` must be a number that uint8 can hold"),
     ],
 )
@@ -263,63 +263,6 @@ def test_arguments_of_shard_that_raise(arguments, message):
     ring = rj.Ring(mesh_of("auto"), batch_axis="data", head_axis="tensor")
     with pytest.raises(ValueError, match=re.escape(message)):
         ring.shard(**arguments)
-
-
-# ------------------------------------------------------------------------------------------------------------ mistakes
-
-
-@pytest.fixture
-def ring():
-    return rj.Ring(mesh_of("auto", (4, 2), ("ring", "data")), layout="zigzag", debug=True)
-
-
-@pytest.fixture
-def warned(caplog):
-    """Returns a function that returns the run-time warnings so far."""
-    caplog.set_level(logging.WARNING)
-
-    def texts():
-        jax.effects_barrier()
-        return [x.getMessage() for x in caplog.records if x.getMessage().startswith("ringjax")]
-
-    return texts
-
-
-def test_padding_without_a_length_warns(ring):
-    with pytest.warns(UserWarning, match="`x` is padded from length 61 to 64: pass `seq_len=61` to the attention"):
-        ring.shard(np.ones((2, 61)))
-
-
-def test_documents_that_are_not_laid_out_are_reported(ring, warned):
-    ids = np.repeat(np.arange(4, dtype=np.int32), 16)[None] + np.zeros((4, 1), np.int32)
-    q, k, v = (ring.shard(x) for x in CASE.arrays(np.float32)[:3])
-    f = jax.jit(lambda ids: attention(q, k, v, ring=ring, segment_ids=ids), compiler_options=QUICK)
-    f(ring.shard(ids, fill=-1))
-    assert not warned()
-    f(jnp.asarray(ids))
-    assert any("`segment_ids`: 4 values are not in the layout of the ring" in x for x in warned())
-
-
-def test_positions_that_are_not_laid_out_are_reported(ring, warned):
-    options = {"is_causal": True, "positions": "rotary", "ring": ring}
-    layer = DilatedSelfAttention(2, 16, CASE.pattern, **options, rngs=nnx.Rngs(0))
-    x = ring.shard(np.ones((1, 64, 16), np.float32))
-    layer(x, positions=ring.positions(64))
-    assert not warned()
-    layer(x, positions=jnp.arange(64, dtype=jnp.int32))
-    assert any("values are not in the layout of the ring (use `ring.positions`" in x for x in warned())
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_targets_of_a_ring_are_those_of_the_sequence(layout):
-    ring = rj.Ring(mesh_of("auto"), layout=layout)
-    tokens = np.arange(100, 161, dtype=np.int32)[None]
-    ids = np.repeat(np.arange(3, dtype=np.int32), [20, 30, 11])[None]
-    wanted = next_token_targets(tokens, ids)
-    stored = ring.shard(tokens, seq_len=61), ring.shard(ids, fill=-1)
-    for f in (next_token_targets, jax.jit(next_token_targets, static_argnames=("seq_len", "ring"))):
-        found = f(*stored, seq_len=61, ring=ring)
-        chex.assert_trees_all_equal(tuple(ring.unshard(x, length=61) for x in found), wanted)
 
 
 # ---------------------------------------------------------------------------------------------------------- parameters

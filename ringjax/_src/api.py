@@ -12,8 +12,9 @@ from jaxtyping import Float, Int
 
 from ringjax._src import debug, sharded, vjp
 from ringjax._src.branches.protocol import Shard
+from ringjax._src.comm.axes import abstract_device, axes, check_ring_options, inner_size
 from ringjax._src.comm.layout import layout_for, layout_named
-from ringjax._src.comm.mesh import Ring, RingInfo, abstract_device, axes, check_ring_options, inner_size
+from ringjax._src.comm.mesh import Ring, RingInfo
 from ringjax._src.comm.order_checks import report_early_padding, report_split_documents
 from ringjax._src.comm.ring_comm import AxisName, StrategyName
 from ringjax._src.device_shard import by_kv_head, device_shard, dropout_seeds, wide_sinks
@@ -94,8 +95,8 @@ def dilated_attention(
             attends to nothing, is never attended to, and has output 0. Rows are selected by their position in the
             sequence, so a packed document gives the same result as the document alone only if it starts at a multiple
             of every segment length.
-        seq_len: Length of the sequence without padding, at most T. Rows from `seq_len` on are padding as above, and
-            segments are clamped to `seq_len`.
+        seq_len: Length of the sequence without padding, at most T; `ring.seq_len` by default. Rows from `seq_len` on
+            are padding as above, and segments are clamped to `seq_len`.
         scale: Factor applied to the scores; ``1 / sqrt(H)`` by default.
         dropout_rate: Probability of dropping an attention weight, in [0, 1). The remaining weights are divided by
             ``1 - dropout_rate``. The mask depends only on `dropout_rng`, batch entry, head, query, key and branch, so
@@ -125,10 +126,11 @@ def dilated_attention(
 
     Raises:
         ValueError: If the arrays differ in dtype, `key` and `value` differ in shape, `query` differs from them in
-            batch, length or head dimension, or N is not a multiple of K; if `seq_len` exceeds T; if an option is out
-            of range; if `dropout_rng` is missing; if `sink_logits` does not have one entry per query head, or is used
-            with ``mixing="detached"``; or if the arrays do not fit the ring (length, batch or heads do not
-            divide evenly, wrong devices or sharding, `memory_budget` too small).
+            batch, length or head dimension, or N is not a multiple of K; if `seq_len` exceeds T or is not that of the
+            ring; if an option is out of range; if `dropout_rng` is missing; if `sink_logits` does not have one entry
+            per query head, or is used with ``mixing="detached"``; or if the arrays do not fit the ring (length, batch
+            or heads do not divide evenly, wrong devices or sharding, not on a mesh in the zigzag layout,
+            `memory_budget` too small).
         NotImplementedError: If `implementation` does not support the dtype, sizes, platform or dropout, or if a
             pattern with ``heads="split"`` runs with heads sharded over a mesh axis.
 
@@ -141,10 +143,13 @@ def dilated_attention(
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, scale)
     check_extra_keys(sink_logits, return_lse, query.shape[2], pattern)
+    if ring is not None:
+        length = check_instance("ring", ring, Ring).sequence_length(shape.stored_length, seq_len)
+        shape = shape._replace(length=length or shape.length)
     spec = _spec(query, pattern, is_causal, shape, dropout_rate, dropout_rng, implementation, block_sizes)
     spec = spec._replace(has_sinks=sink_logits is not None, returns_lse=return_lse)
     if ring is not None:
-        check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
+        ring.check(query, key, value, segment_ids)
     query, key, value = (jnp.asarray(x) for x in (query, key, value))
     ids = None if segment_ids is None else jnp.asarray(segment_ids)
     seeds = dropout_seeds(dropout_rate, dropout_rng, query)
@@ -192,7 +197,9 @@ def count_tiles(
         Array([[[16]]], dtype=int32)
     """
     shape = check_inputs(query, key, value, pattern, is_causal, segment_ids, seq_len, None)
-    check_instance("ring", ring, Ring).check(query, key, value, segment_ids)
+    length = check_instance("ring", ring, Ring).sequence_length(shape.stored_length, seq_len)
+    shape = shape._replace(length=length or shape.length)
+    ring.check(query, key, value, segment_ids)
     spec, info = _spec(query, pattern, is_causal, shape, 0.0, None, "xla", None), ring.info()
 
     def count(query: Array, key: Array, value: Array, ids: Array | None) -> Array:

@@ -15,7 +15,7 @@ from jax import Array
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from ringjax._src.comm.mesh import axes
+from ringjax._src.comm.axes import axes
 from ringjax._src.comm.ring_comm import AxisName
 
 ClosedJaxpr = Any  # the name under which JAX annotates it depends on the version

@@ -28,8 +28,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 from ringjax._src import vjp
 from ringjax._src.batched_call import Leading, batched_call
 from ringjax._src.branches.protocol import Shard
+from ringjax._src.comm.axes import abstract_device, axes, explicit_axes, inner_size, reshard_explicit
 from ringjax._src.comm.devices import device_named, device_of_kind
-from ringjax._src.comm.mesh import Ring, RingInfo, abstract_device, axes, explicit_axes, inner_size, reshard_explicit
+from ringjax._src.comm.mesh import Ring, RingInfo
 from ringjax._src.comm.ordering import after
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.device_shard import device_shard, narrow_ids, ring_spec

@@ -37,7 +37,7 @@ _MOST_MEMORY = 10**18
 _MOST_SECONDS = 86400.0
 # Fields of `PlanOptions` that are arguments of `ringjax.plan` and `Workload`.
 _SIZES = ["seq_len", "num_heads", "head_dim", "stored_length", "num_kv_heads", "batch", "layout", "is_causal", "dtype"]
-_SIZES += ["strategy", "has_segment_ids"]
+_SIZES += ["strategy", "has_segment_ids", "has_sinks"]
 
 
 class InvalidValueError(argparse.ArgumentTypeError, ValueError):
@@ -148,6 +148,7 @@ class PlanOptions:
     dtype: str = "bfloat16"
     stored_length: int | None = None
     has_segment_ids: bool = False
+    has_sinks: bool = False
     head_shards: int = 1
     memory: int | None = None
     device: str | None = None
@@ -221,6 +222,8 @@ class PlanOptions:
         Raises:
             ValueError: If the sizes are inconsistent, or the job is too large to plan.
         """
+        if self.has_sinks and self.mixing == "detached":
+            raise ValueError("--sinks must not be given with --mixing detached")
         chunks = layout_named(self.layout).multiple(self.ring_size)
         stored = self.stored_length or -(-self.seq_len // chunks) * chunks
         if stored > MOST_TOKENS:
@@ -265,6 +268,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "dtype": _option("dtype", "dtype of the arrays", choices=DTYPES, default="bf16"),
     "ring": _option("ring_size", "devices that share the sequence", MOST_DEVICES, default="1", metavar="P"),
     "segment-ids": _option("has_segment_ids", "the sequence packs several documents", action="store_true"),
+    "sinks": _option("has_sinks", "an attention sink per head, not with --mixing detached", action="store_true"),
     "layout": _option("layout", "sequence layout (zigzag if causal and keys rotate, else contiguous)", choices=LAYOUTS),
     "strategy": _option("strategy", "how devices share segments", choices=STRATEGIES, default="auto"),
     "stored-length": _option("stored_length", "padded length", MOST_TOKENS, metavar="T"),

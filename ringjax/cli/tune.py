@@ -241,7 +241,7 @@ def _check_memory(job: PlanOptions) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax tune`."""
-    add_job_arguments(parser, "ring", "segment-ids", "layout", "strategy", "stored-length", seq_len="16K")
+    add_job_arguments(parser, "ring", "segment-ids", "sinks", "layout", "strategy", "stored-length", seq_len="16K")
     ring = {**OPTIONS["ring"], "default": None, "help": "devices that share the sequence (all)"}
     parser.add_argument("--ring", **ring)
     add_options(parser, "cpu-devices")

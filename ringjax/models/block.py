@@ -156,15 +156,20 @@ class BlockStack(nnx.Module):
 
     def check_rows(
         self,
-        shape: tuple[int, ...],
+        name: str,
+        inputs: Array,
         segment_ids: Array | None,
         seq_len: int | None,
         positions: Array | None,
         dropout_rng: Array | None,
     ) -> None:
-        """Checks the arguments of a call that describe rows (B, T)."""
+        """Checks where the inputs (B, T, …) are, and the arguments of a call that describe their rows."""
+        shape = inputs.shape[:2]
+        if self.ring is not None:
+            self.ring.check_placed(name, inputs)
         check_optional(check_ids, "segment_ids", segment_ids, shape)
-        self.check_placement(check_seq_len(seq_len, shape[1]))
+        check_seq_len(seq_len, shape[1])
+        self.check_placement(self.sequence_length(shape[1], seq_len) or shape[1])
         if positions is not None:
             check_row_positions(positions, shape[0], shape[1])
         check_optional(check_key, "dropout_rng", dropout_rng)
@@ -182,10 +187,15 @@ class BlockStack(nnx.Module):
     def is_real(self, segment_ids: Array | None, seq_len: int | None, length: int) -> Array | None:
         """Returns which rows, (B, T) or (1, T), are not padding; None without padding."""
         real = None if segment_ids is None else jnp.asarray(segment_ids) >= 0
-        if seq_len is None:
+        true_length = self.sequence_length(length, seq_len)
+        if true_length is None:
             return real
-        inside = stored_positions(self.ring, length)[None] < seq_len
+        inside = stored_positions(self.ring, length)[None] < true_length
         return inside if real is None else real & inside
+
+    def sequence_length(self, stored_length: int, seq_len: int | None) -> int | None:
+        """Returns the length without padding that the call or the ring gives, if any."""
+        return seq_len if self.ring is None else self.ring.sequence_length(stored_length, seq_len)
 
     def features(self, x: Array, dropout_rng: Array | None, **where: Any) -> Array:  # noqa: ANN401
         """Returns the normalized output of the last block; with a key, dropout is applied."""

@@ -26,7 +26,7 @@ def next_token_targets(
     Args:
         tokens: Token ids.
         segment_ids: Document ids as for `dilated_attention`; negative ids mark padding.
-        seq_len: Length without padding, at most T; later tokens are padding.
+        seq_len: Length without padding, at most T; later tokens are padding. `ring.seq_len` by default.
         ring: The ring in whose layout tokens and ids are, as returned by `Ring.shard`; None for sequence order. Targets
             and weights are in the same order.
 
@@ -36,7 +36,7 @@ def next_token_targets(
 
     Raises:
         ValueError: If `tokens` is not an integer array of two axes, `segment_ids` is not an integer array of the same
-            shape, `seq_len` is not between 1 and T, or T is not a length that `ring` stores.
+            shape, `seq_len` is not between 1 and T or not that of `ring`, or T is not a length that `ring` stores.
 
     Example:
         >>> import jax.numpy as jnp
@@ -48,15 +48,15 @@ def next_token_targets(
     tokens = check_integers("tokens", tokens, "(batch, length)")
     ids = None if segment_ids is None else check_integers("segment_ids", segment_ids, "(batch, length)", tokens.shape)
     length = tokens.shape[1]
-    seq_len = length if seq_len is None else check_int("seq_len", seq_len)
-    if seq_len > length:
+    if seq_len is not None and check_int("seq_len", seq_len) > length:
         raise ValueError(f"`seq_len` must be at most the length {length} of `tokens`, got {seq_len}.")
     tokens, ids = jnp.asarray(tokens), None if ids is None else jnp.asarray(ids)
     if ring is not None:
-        ring = check_instance("ring", ring, Ring)
+        seq_len = check_instance("ring", ring, Ring).sequence_length(length, seq_len)
         ordered_ids = None if ids is None else ring.unshard(ids)
         targets, weights = next_token_targets(ring.unshard(tokens), ordered_ids, seq_len)
         return ring.shard(targets), ring.shard(weights)
+    seq_len = length if seq_len is None else seq_len
     has_next = jnp.broadcast_to(jnp.arange(length)[None] < seq_len - 1, tokens.shape)
     if ids is not None:
         has_next &= (ids == jnp.roll(ids, -1, axis=1)) & (ids >= 0)

@@ -110,7 +110,7 @@ class LongNetDecoder(BlockStack):
             ValueError: If an array has the wrong shape or dtype, or `seq_len` exceeds the length of `tokens`.
         """
         check_tokens("tokens", tokens)
-        self.check_rows(tokens.shape, segment_ids, seq_len, positions, dropout_rng)
+        self.check_rows("tokens", tokens, segment_ids, seq_len, positions, dropout_rng)
         is_real = self.is_real(segment_ids, seq_len, tokens.shape[1])
         x = self._embedded(tokens, is_real)
         x = self.features(x, dropout_rng, segment_ids=segment_ids, seq_len=seq_len, positions=positions)
@@ -321,7 +321,7 @@ class LongNetEncoder(BlockStack):
         """
         check_bool("pool", pool)
         shape = self._check_inputs(inputs)
-        self.check_rows(shape, segment_ids, seq_len, positions, dropout_rng)
+        self.check_rows("inputs", inputs, segment_ids, seq_len, positions, dropout_rng)
         is_real = self.is_real(segment_ids, seq_len, shape[1])
         if isinstance(self.embed, nnx.Embed):
             embed = on_mesh(self.embed, self.ring, inputs)

@@ -71,6 +71,11 @@ class SlideEncoder(nnx.Module):
 
     def __init__(self, config: LongNetConfig, *, ring: Ring | None = None, rngs: nnx.Rngs) -> None:
         check_model(config, ring, rngs)
+        if ring is not None and ring.seq_len is not None:
+            raise ValueError(
+                f"`ring` must not have a `seq_len`, as slides differ in length and are padded by the encoder, got "
+                f"{ring.seq_len}."
+            )
         if config.input_features is None:
             raise ValueError("`input_features` must be given for a slide encoder, got None.")
         for name in ("vocab_size", "positions"):

@@ -51,6 +51,7 @@ class Workload:
     strategy: StrategyName = "auto"
     stored_length: int | None = None  # length to which the arrays are padded, if given
     has_segment_ids: bool = False
+    has_sinks: bool = False
 
 
 class CompiledProgram(NamedTuple):
@@ -168,7 +169,7 @@ def lowered(mesh: Mesh, workload: Workload, is_gradient: bool) -> jax.stages.Low
     ring = Ring(mesh, layout=workload.layout, strategy=workload.strategy)
     length = workload.stored_length or workload.seq_len
 
-    def attention(query: Array, key: Array, value: Array, *ids: Array) -> Array:
+    def attention(query: Array, key: Array, value: Array, sinks: Array | None, *ids: Array) -> Array:
         return dilated_attention(
             query,
             key,
@@ -177,14 +178,15 @@ def lowered(mesh: Mesh, workload: Workload, is_gradient: bool) -> jax.stages.Low
             is_causal=workload.is_causal,
             segment_ids=ids[0] if ids else None,
             seq_len=workload.seq_len,
+            sink_logits=sinks,
             ring=ring,
             implementation=workload.implementation,
         )
 
     def gradient(
-        query: Array, key: Array, value: Array, cotangent: Array, *ids: Array
-    ) -> tuple[Array, tuple[Array, ...]]:
-        out, pull = jax.vjp(lambda *x: attention(*x, *ids), query, key, value)
+        query: Array, key: Array, value: Array, sinks: Array | None, cotangent: Array, *ids: Array
+    ) -> tuple[Array, tuple[Array | None, ...]]:
+        out, pull = jax.vjp(lambda *x: attention(*x, *ids), query, key, value, sinks)
         return out, pull(cotangent)
 
     def shaped(*rest: int, dtype: str = workload.dtype) -> jax.ShapeDtypeStruct:
@@ -194,5 +196,7 @@ def lowered(mesh: Mesh, workload: Workload, is_gradient: bool) -> jax.stages.Low
     query = shaped(workload.num_heads, workload.head_dim)
     key = shaped(workload.num_kv_heads or workload.num_heads, workload.head_dim)
     ids = [shaped(dtype="int32")] if workload.has_segment_ids else []
-    given = (query, key, key, query) if is_gradient else (query, key, key)
+    replicated = NamedSharding(mesh, PartitionSpec())
+    sinks = jax.ShapeDtypeStruct((workload.num_heads,), "float32", sharding=replicated) if workload.has_sinks else None
+    given = (query, key, key, sinks, query) if is_gradient else (query, key, key, sinks)
     return jax.jit(gradient if is_gradient else attention).lower(*given, *ids)

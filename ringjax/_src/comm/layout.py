@@ -115,7 +115,7 @@ def to_layout(
         [0, 1, 6, -1, 2, 3, 4, 5]
     """
     rule, ring_size = layout_named(layout), check_int("ring_size", ring_size, most=MOST_DEVICES)
-    given_array, axis = _checked_axis(x, axis)
+    given_array, axis = checked_axis(x, axis)
     given = given_array.shape[axis]
     least = given + -given % rule.multiple(ring_size)
     stored = least if length is None else check_int("length", length, most=MOST_POSITIONS)
@@ -157,7 +157,7 @@ def from_layout(
         [0, 1, 2, 3, 4, 5, 6]
     """
     rule, ring_size = layout_named(layout), check_int("ring_size", ring_size, most=MOST_DEVICES)
-    given_array, axis = _checked_axis(x, axis)
+    given_array, axis = checked_axis(x, axis)
     stored_length = given_array.shape[axis]
     _check_stored_length(f"`x` along axis {axis}", stored_length, rule, ring_size)
     length = stored_length if length is None else check_int("length", length, least=0)
@@ -217,7 +217,7 @@ def _reorder(x: Array, layout: Layout, ring_size: int, axis: int, *, inverse: bo
     return jnp.stack([near, jnp.flip(far, axis)], stack_axis).reshape(x.shape)
 
 
-def _checked_axis(x: ArrayLike, axis: int) -> tuple[Array, int]:
+def checked_axis(x: ArrayLike, axis: int) -> tuple[Array, int]:
     """Checks the array and its sequence axis; returns both, with a non-negative axis."""
     array = check_is_array("x", x)
     rank = len(array.shape)

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
-from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 from jaxtyping import Int, Shaped
 
+from ringjax._src.comm.axes import (
+    abstract_device,
+    axes,
+    can_become,
+    check_ring_options,
+    explicit_axes,
+    inner_size,
+    reshard_explicit,
+)
 from ringjax._src.comm.devices import device_of_kind
-from ringjax._src.comm.layout import from_layout, layout_for, layout_named, positions, stored_on_host, to_layout
-from ringjax._src.comm.ring_comm import STRATEGIES, AxisName, StrategyName
+from ringjax._src.comm.layout import (
+    CONTIGUOUS,
+    checked_axis,
+    from_layout,
+    layout_for,
+    layout_named,
+    positions,
+    stored_on_host,
+    to_layout,
+)
+from ringjax._src.comm.ring_comm import AxisName, StrategyName
 from ringjax._src.validation import (
     MOST_POSITIONS,
     check_bool,
@@ -25,7 +41,6 @@ from ringjax._src.validation import (
     check_instance,
     check_int,
     check_is_array,
-    check_optional,
     check_positions,
     shown,
 )
@@ -66,13 +81,16 @@ class Ring:
             teams; ``"all_gather"`` gathers keys and values at once; ``"auto"`` chooses the fastest for each branch
             (see `plan`).
         memory_budget: Bytes available on each device for attention and its gradient, or None for no limit.
+        seq_len: Length of the sequences without padding, or None if the length of all arrays is a multiple of the
+            number of chunks. `shard` pads sequences of this length, attention, layers and models ignore the padding,
+            and `unshard` removes it.
         debug: Whether to check at run time that positions and segment ids are in the layout of the ring, and to log
             a warning if not. The environment variable ``RINGJAX_DEBUG=1`` does so for all rings.
 
     Raises:
         ValueError: If `mesh` is not a mesh; if an axis is not a name or tuple of names, is not in the mesh, or is used
-            twice; if `layout` or `strategy` is not one of its choices; if `memory_budget` is below 1; or if `debug`
-            is not a bool.
+            twice; if `layout` or `strategy` is not one of its choices; if `memory_budget` or `seq_len` is below 1;
+            or if `debug` is not a bool.
 
     Example:
         >>> import jax, ringjax as rj
@@ -91,6 +109,7 @@ class Ring:
     head_axis: AxisName | None = None
     strategy: StrategyName = "auto"
     memory_budget: int | None = None
+    seq_len: int | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -100,6 +119,8 @@ class Ring:
         names = {"axis_name": self.axis_name, "batch_axis": self.batch_axis, "head_axis": self.head_axis}
         check_ring_options(names, self.layout, self.strategy, self.memory_budget, is_optional=True)
         check_bool("debug", self.debug)
+        if self.seq_len is not None:
+            check_int("seq_len", self.seq_len, most=MOST_POSITIONS)
         if self.mesh is not None:
             check_instance("mesh", self.mesh, (Mesh, AbstractMesh))
             self._check_axes(self.mesh)
@@ -133,13 +154,31 @@ class Ring:
         multiple = layout_named(self._layout()).multiple(self.size("axis_name"))
         return (length := check_int("length", length, most=MOST_POSITIONS)) + -length % multiple
 
+    def sequence_length(self, stored_length: int, seq_len: int | None = None) -> int | None:
+        """Returns the length, without padding, of sequences in arrays of this length, or None if it is not given.
+
+        Args:
+            stored_length: Length of the arrays.
+            seq_len: The argument of a call, which overrides None but must not contradict the ring.
+
+        Raises:
+            ValueError: If the ring has a `seq_len`, and `stored_length` is not the length at which it stores such
+                sequences, or the argument is another length.
+        """
+        if self.seq_len is None:
+            return seq_len
+        stored = self.stored_length(self.seq_len)
+        if stored_length != stored:
+            raise ValueError(
+                f"length of arrays must be {stored}, at which a ring with `seq_len={self.seq_len}` stores sequences, "
+                f"got {stored_length}: use `ring.shard`."
+            )
+        if seq_len not in (None, self.seq_len):
+            raise ValueError(f"`seq_len` must be None or that of the ring, {self.seq_len}, got {shown(seq_len)}.")
+        return self.seq_len
+
     def shard(
-        self,
-        x: Shaped[ArrayLike, "*shape"],
-        *,
-        axis: int = 1,
-        seq_len: int | None = None,
-        fill: float = 0,
+        self, x: Shaped[ArrayLike, "*shape"], *, axis: int = 1, fill: float = 0
     ) -> Shaped[Array, "*stored_shape"]:
         """Pads a sequence, puts it in the order of the layout and places it on the devices.
 
@@ -149,15 +188,12 @@ class Ring:
         Args:
             x: Array in sequence order: tokens, features, or query, key and value.
             axis: Sequence axis, 0 or 1.
-            seq_len: Length of the sequence, if it needs padding. Pass the same to the attention.
             fill: Padding value; use -1 for segment ids.
 
         Raises:
-            ValueError: If `x` is not an array, `axis` is not 0 or 1 or not an axis of `x`, `seq_len` is not the length
-                of `x`, or batch or heads do not divide evenly over their devices.
-
-        Warns:
-            UserWarning: If the sequence needs padding, but neither `seq_len` nor a negative `fill` marks it.
+            ValueError: If `x` is not an array, `axis` is not 0 or 1 or not an axis of `x`, the length of `x` is not
+                `Ring.seq_len`, or needs padding without it (segment ids, padded with negative integers, do not need
+                it), or batch or heads do not divide evenly over their devices.
 
         Example:
             >>> import jax, jax.numpy as jnp, ringjax as rj
@@ -169,7 +205,8 @@ class Ring:
         array = check_is_array("x", x)
         if isinstance(axis, bool) or axis not in (0, 1) or len(array.shape) <= axis:
             raise ValueError(f"`axis` must be 0 or 1 and an axis of `x`, got {shown(axis)} for shape {array.shape}.")
-        self._check_padding(array.shape[axis], seq_len, fill)
+        marks_padding = jnp.issubdtype(array.dtype, jnp.integer) and fill < 0
+        self._check_length(array.shape[axis], marks_padding)
         layout, size = self._layout(), self.size("axis_name")
         sharding = NamedSharding(self.resolve(), self._spec_of(array.shape, axis))
         if isinstance(array, jax.core.Tracer):
@@ -190,11 +227,11 @@ class Ring:
         Args:
             x: Array in the layout of the ring.
             axis: Sequence axis.
-            length: Length of the sequence without padding; the stored length by default.
+            length: Length of the sequence without padding; by default `Ring.seq_len`, or else the stored length.
 
         Raises:
-            ValueError: If `x` is not an array with this `axis`, its length is not a multiple of the number of chunks,
-                or `length` exceeds it.
+            ValueError: If `x` is not an array with this `axis`, its length is not that of arrays from `shard`, or
+                `length` exceeds it.
 
         Example:
             >>> import jax, jax.numpy as jnp, ringjax as rj
@@ -202,19 +239,28 @@ class Ring:
             >>> ring.unshard(jnp.arange(4), axis=0, length=3).tolist()
             [0, 1, 2]
         """
+        if length is None and self.seq_len is not None:
+            array, axis = checked_axis(x, axis)
+            length = self.sequence_length(array.shape[axis])
         return from_layout(x, self._layout(), self.size("axis_name"), axis, length)
 
-    def positions(self, length: int) -> Int[Array, " stored_length"]:
+    def positions(self, length: int | None = None) -> Int[Array, " stored_length"]:
         """Returns the position in the sequence of each row that the ring stores for a sequence of this length.
 
-        Positions from `length` on are those of padding.
+        Positions from `length`, by default `Ring.seq_len`, on are those of padding.
+
+        Raises:
+            ValueError: If `length` is not a positive integer, or is None without `Ring.seq_len`.
 
         Example:
             >>> import jax, ringjax as rj
             >>> rj.Ring(jax.make_mesh((1,), ("ring",))).positions(4).tolist()
             [0, 1, 2, 3]
         """
-        return positions(self._layout(), self.stored_length(length), self.size("axis_name"))
+        length = self.seq_len if length is None else length
+        if length is None:
+            raise ValueError("`length` must be given for a ring without `seq_len`, got None.")
+        return stored_positions(self, self.stored_length(length))
 
     def info(self) -> RingInfo:
         """Returns the description of the ring that code inside `jax.shard_map` uses."""
@@ -243,7 +289,8 @@ class Ring:
 
         Raises:
             ValueError: If the length is not a multiple of the number of chunks, batch or heads do not divide evenly,
-                or an array is on other devices or has another sharding than the ring requires.
+                an array is on other devices or has another sharding than the ring requires, or is not on a mesh,
+                as it would be after `shard`, if the layout is not the order of the sequence.
         """
         ring_size = self.size("axis_name")
         multiple = layout_named(self._layout()).multiple(ring_size)
@@ -251,17 +298,17 @@ class Ring:
         if length % multiple:
             raise ValueError(
                 f"`query` length must be a multiple of {multiple} for layout {self.layout!r} on a ring of {ring_size}, "
-                f"got {length}: pad the inputs with `ring.shard` and pass `seq_len={length}`."
+                f"got {length}: use `Ring(..., seq_len={length})` and its `shard`, which pads."
             )
         self.check_divides(batch=key.shape[0], kv_heads=key.shape[2])
         check_positions(key.shape[0] // self.size("batch_axis"), length // ring_size)
-        for name, x in (("query", query), ("key", key), ("value", value)):
-            self._check_devices(name, x)
-            self._check_explicit(name, x)
+        for name, x in {"query": query, "key": key, "value": value, "segment_ids": ids}.items():
+            if x is not None:
+                self._check_devices(name, x)
+                self._check_explicit(name, x)
+                self.check_placed(name, x)
+        for name, x in (("key", key), ("value", value)):
             _check_like_query(name, x, query)
-        if ids is not None:
-            self._check_devices("segment_ids", ids)
-            self._check_explicit("segment_ids", ids)
 
     def check_divides(self, *, batch: int, kv_heads: int) -> None:
         """Checks that batch and heads divide evenly over their mesh axes."""
@@ -271,6 +318,20 @@ class Ring:
                     f"{what} must divide evenly over the {self.size(name)} devices of `{name}` "
                     f"{getattr(self, name)!r}, got {count}."
                 )
+
+    def check_placed(self, name: str, x: Array) -> None:
+        """Checks that an array is on a mesh unless the layout is the order of the sequence.
+
+        `shard` puts an array in the layout and on the mesh, so an array that is not on a mesh is in sequence order.
+        (Not so segment ids that a traced function computes from `positions` on explicit meshes: these are not checked.)
+        """
+        if name == "segment_ids" and isinstance(x, jax.core.Tracer) and explicit_axes(self.resolve()):
+            return
+        if self._layout() != CONTIGUOUS.name and jax.typeof(x).sharding.mesh.empty:
+            raise ValueError(
+                f"`{name}` must be in the layout {self.layout!r} of the ring and on its devices, got an array that is "
+                "not on a mesh: use `ring.shard`."
+            )
 
     def _layout(self) -> str:
         return layout_for(self.layout, self.size("axis_name"))
@@ -288,15 +349,16 @@ class Ring:
                 )
         return PartitionSpec(*names)
 
-    def _check_padding(self, length: int, seq_len: int | None, fill: float) -> None:
-        if seq_len is not None and check_int("seq_len", seq_len) != length:
-            raise ValueError(f"`seq_len` must be the length of `x`, {length}, got {seq_len}.")
-        stored = self.stored_length(length) if length else 0
-        if stored != length and seq_len is None and not fill < 0:
-            warnings.warn(
-                f"`x` is padded from length {length} to {stored}: pass `seq_len={length}` to the attention, which "
-                "otherwise attends to the padding unless it is causal, and to `shard` to silence this warning.",
-                stacklevel=3,
+    def _check_length(self, length: int, marks_padding: bool) -> None:
+        """Checks the length of an array to shard; padding without a mark needs a ring that knows the length."""
+        if self.seq_len not in (None, length):
+            raise ValueError(f"length of `x` must be `seq_len` of the ring, {self.seq_len}, got {length}.")
+        multiple = layout_named(self._layout()).multiple(self.size("axis_name"))
+        if self.seq_len is None and length % multiple and not marks_padding:
+            raise ValueError(
+                f"length of `x` must be a multiple of {multiple} for layout {self.layout!r} on this ring, or `seq_len` "
+                f"of the ring, got {length}: use `Ring(..., seq_len={length})`, also for the attention, so that it "
+                "ignores the padding."
             )
 
     def _check_devices(self, name: str, x: Array) -> None:
@@ -316,7 +378,7 @@ class Ring:
         mesh, spec = self.resolve(), PartitionSpec(*self.spec()[: x.ndim])
         given = jax.typeof(x).sharding
         explicit = explicit_axes(mesh)
-        if explicit and mesh.size > 1 and not _can_become(given.spec, spec, x.ndim, explicit):
+        if explicit and mesh.size > 1 and not can_become(given.spec, spec, x.ndim, explicit):
             raise ValueError(
                 f"`{name}` must be sharded as {spec} over an explicit mesh, or replicated, got {given.spec}: use "
                 "`jax.device_put` or `jax.reshard`."
@@ -330,71 +392,16 @@ class Ring:
                     raise ValueError(f"`{name}` must name axes of the mesh {mesh.axis_names}{hint}, got {axis!r}.")
 
 
-def check_ring_options(
-    names: dict[str, AxisName | None],
-    layout: str,
-    strategy: StrategyName,
-    memory_budget: int | None,
-    *,
-    is_optional: bool = False,
-) -> None:
-    """Checks the options of a ring.
-
-    `names` maps argument names, such as ``"axis_name"``, to mesh axes; `is_optional` permits no ``"axis_name"``.
-    """
-    layout_named(layout)
-    check_choice("strategy", strategy, tuple(STRATEGIES))
-    check_optional(check_int, "memory_budget", memory_budget)
-    for name, value in names.items():
-        is_absent = value is None and (is_optional or name != "axis_name")
-        is_axis = isinstance(value, str) or (
-            isinstance(value, tuple) and value and all(isinstance(x, str) for x in value)
-        )
-        if not is_absent and not is_axis:
-            raise ValueError(f"`{name}` must be a mesh axis or a tuple of them, got {shown(value)}.")
-    used = [axis for value in names.values() for axis in axes(value)]
-    if len(set(used)) != len(used):
-        *others, last = (f"`{name}`" for name in names)
-        raise ValueError(f"{', '.join(others)} and {last} must not share a mesh axis, got {used}.")
-
-
-def abstract_device(mesh: AbstractMesh) -> str:
-    """Returns the name of the devices of an abstract mesh, or of the default devices if the mesh does not name any."""
-    if mesh.abstract_device is not None:
-        return device_of_kind(mesh.abstract_device.platform, mesh.abstract_device.device_kind)
-    first = jax.devices()[0]
-    return device_of_kind(first.platform, first.device_kind)
-
-
-def inner_size(name: AxisName | None, sizes: Mapping[str, int]) -> int | None:
-    """Returns the number of devices on the last of several mesh axes, given the sizes of axes; None for one axis."""
-    used = [axis for axis in axes(name) if sizes[axis] > 1]
-    return sizes[used[-1]] if len(used) > 1 else None
-
-
-def axes(name: AxisName | None) -> tuple[str, ...]:
-    """Returns the mesh axes of an axis argument as a tuple."""
-    return () if name is None else (name,) if isinstance(name, str) else tuple(name)
-
-
-def explicit_axes(mesh: Mesh | AbstractMesh) -> set[str]:
-    """Returns the explicit axes of a mesh, those that are part of array types."""
-    return {axis for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit}
-
-
-def reshard_explicit(x: Array, mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> Array:
-    """Shards an array over the explicit axes of a spec; the compiler shards it over the automatic ones."""
-    explicit = explicit_axes(mesh)
-    kept = (tuple(axis for axis in axes(name) if axis in explicit) or None for name in spec)
-    return jax.reshard(x, NamedSharding(mesh, PartitionSpec(*kept)))
-
-
 def stored_positions(ring: Ring | None, length: int) -> Array:
     """Returns the position in the sequence of each stored row; `length` includes padding."""
     if ring is None:
         return jnp.arange(length, dtype=jnp.int32)
-    size = ring.size("axis_name")
-    return positions(layout_for(ring.layout, size), length, size)
+    size, mesh = ring.size("axis_name"), ring.resolve()
+    found = positions(layout := layout_for(ring.layout, size), length, size)
+    if layout == CONTIGUOUS.name or explicit_axes(mesh) or not isinstance(found, jax.core.Tracer):
+        return found
+    # segment ids computed from these are on the mesh, too, see `Ring.check_placed`
+    return lax.with_sharding_constraint(found, NamedSharding(mesh, PartitionSpec(ring.axis_name)))
 
 
 def _check_like_query(name: str, x: Array, query: Array) -> None:
@@ -405,9 +412,3 @@ def _check_like_query(name: str, x: Array, query: Array) -> None:
         return
     if not given.is_equivalent_to(expected, x.ndim):
         raise ValueError(f"`{name}` must be sharded like `query`, got {given.spec} and {expected.spec}.")
-
-
-def _can_become(given: PartitionSpec, expected: PartitionSpec, ndim: int, explicit: set[str]) -> bool:
-    """Returns whether each axis is sharded over the expected explicit mesh axes, or over none."""
-    kept = lambda spec, i: [a for a in axes(spec[i]) if a in explicit] if i < len(spec) else []  # noqa: E731
-    return all(kept(given, i) in ([], kept(expected, i)) for i in range(ndim))

@@ -26,8 +26,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Float, Int
 
 from ringjax._src import debug
+from ringjax._src.comm.axes import explicit_axes
 from ringjax._src.comm.layout import layout_named
-from ringjax._src.comm.mesh import Ring, RingInfo, explicit_axes
+from ringjax._src.comm.mesh import Ring, RingInfo
 from ringjax._src.pattern import Branch, DilationPattern
 from ringjax._src.validation import (
     MOST_HEADS,
@@ -174,8 +175,8 @@ def prefill(
         cache: A cache from `init_cache`.
         key: Keys of the prompt, of any length.
         value: Values of the prompt.
-        lengths: Length of each prompt without padding, from 0 to T; T by default. Values out of range raise an error if
-            they are known, and are clipped if they are traced.
+        lengths: Length of each prompt without padding, from 0 to T; `ring.seq_len` or else T by default. Values out of
+            range raise an error if they are known, and are clipped if they are traced.
         ring: The ring over which `key` and `value` are sharded, in its layout, and for which the cache was created; or
             None. Its devices exchange only the rows of the cache, one branch at a time.
 
@@ -196,6 +197,8 @@ def prefill(
     """
     batch, length = _check_prompt(cache, key, value)
     shards = check_shards(cache, ring)
+    if lengths is None and ring is not None and (seq_len := ring.sequence_length(length)):
+        lengths = np.full(batch, seq_len, np.int32)
     ends = clipped_counts("lengths", lengths, batch, length)
     key, value = jnp.asarray(key), jnp.asarray(value)
     offsets = jnp.asarray(offset_table(cache))
@@ -206,7 +209,7 @@ def prefill(
     if length % multiple:
         raise ValueError(
             f"`key` length must be a multiple of {multiple} for layout {ring.layout!r} on a ring of {shards}, "
-            f"got {length}: pad the inputs with `to_layout` and pass `lengths`."
+            f"got {length}: pad the inputs with `ring.shard` and pass `lengths`."
         )
     specs, heads = cache_specs(cache, ring), PartitionSpec(None, ring.head_axis)
     in_specs = (specs, ring.spec(), ring.spec(), specs.lengths, heads)

@@ -13,7 +13,8 @@ from flax import nnx
 from jax import Array
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
-from ringjax._src.comm.mesh import Ring, explicit_axes, reshard_explicit
+from ringjax._src.comm.axes import explicit_axes, reshard_explicit
+from ringjax._src.comm.mesh import Ring
 
 Module = TypeVar("Module", bound=nnx.Module)
 

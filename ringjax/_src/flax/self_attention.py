@@ -15,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from ringjax._src.api import dilated_attention
-from ringjax._src.comm.mesh import Ring, axes, explicit_axes, stored_positions
+from ringjax._src.comm.axes import axes, explicit_axes
+from ringjax._src.comm.mesh import Ring, stored_positions
 from ringjax._src.comm.order_checks import report_misplaced_positions
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode import DecodeCache, decode_step, prefill
@@ -144,7 +145,8 @@ class SelfAttention:
         """Computes the attention of a prompt (B, T, heads, H) and returns it with the filled cache."""
         self.check_prompt(query.shape[1], cache.max_len, lengths)
         query, key = self.encode_positions(query, key, None, query.shape, cache.max_len)
-        out = self._attend(query, key, value, sink_logits=sink_logits)
+        ring = self.ring and dataclasses.replace(self.ring, seq_len=None)  # a prompt has its own `lengths`
+        out = self._attend(query, key, value, sink_logits=sink_logits, ring=ring)
         return out, prefill(cache, key, value, lengths, ring=self.ring)
 
     def extend(
@@ -178,6 +180,8 @@ class SelfAttention:
         leading = tuple(x.shape[:-1])
         check_optional(check_ids, "segment_ids", segment_ids, leading, "(batch..., length)")
         check_seq_len(seq_len, leading[-1])
+        if self.ring is not None:
+            self.ring.check_placed("x", x)
         if positions is None:
             return
         if self.positions is None:
