@@ -70,7 +70,7 @@ def pipelined(stages: Stages, num: int, arrived: InFlight, state: State, ordered
 
     def attend_and_send(i: Array, arrived: InFlight, state: State) -> tuple[InFlight, Found]:
         found = stages.attend(i, after(arrived, state, ordered))
-        return stages.send(i + 1, (found, state)), found
+        return stages.send(i + 1, found), found
 
     def step(carry: tuple[InFlight, Found, State], i: Array) -> tuple[InFlight, Found, State]:
         arrived, found, state = carry
