@@ -273,15 +273,16 @@ def _sent_by(x: Instruction, program: Program) -> str:
 def _message(op: str, at: int, computation: str, program: Program, in_hop_loop: bool) -> SentMessage:
     lines = program[computation]
     start = lines[at]
+    updates = [i for i, x in enumerate(lines) if x.opcode == "call-update" and start.name in x.operands]
+    begin, given = (updates[0], lines[updates[0]]) if updates else (at, start)  # operands may be given after the start
     is_pair = start.opcode.endswith("-start") and '"is_sync":true' not in start.rest
-    ends = [i for i, x in enumerate(lines) if x.opcode.endswith("-done") and start.name in x.operands]
-    between = lines[at + 1 : ends[0]] if is_pair and ends else []
+    ends = [i for i, x in enumerate(lines) if x.opcode.endswith("-done") and given.name in x.operands]
+    between = lines[begin + 1 : ends[0]] if is_pair and ends else []
     work = [_work(x, program) for x in between]
     names = tuple(x.name for x, kind in zip(between, work, strict=True) if kind != "nothing")
-    given = start.operands or [y.name for name in start.callees for y in program[name] if y.opcode == "parameter"]
-    known = lines if start.operands else [y for name in start.callees for y in program[name]]
-    size = sum(first_array(x.shape)[1] for x in known if x.name in given)
-    ended = ends[0] if is_pair and ends else at
+    sent = set(given.operands) - {start.name}
+    size = sum(first_array(x.shape)[1] for x in lines if x.name in sent)
+    ended = ends[0] if is_pair and ends else begin
     return SentMessage(
         op=op,
         name=start.name,
@@ -293,7 +294,7 @@ def _message(op: str, at: int, computation: str, program: Program, in_hop_loop: 
         bytes=size,
         number=1,
         beside_loop=any(x.opcode == "while" for x in between),
-        started=at,
+        started=begin,
         ended=ended,
     )
 

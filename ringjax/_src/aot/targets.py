@@ -29,6 +29,10 @@ TPU_CHIPS = {
 }
 
 
+# By default, exchanges of heads are synchronous.
+_ASYNC_EXCHANGES = (("xla_tpu_enable_async_all_to_all", "true"),)
+
+
 @dataclasses.dataclass(frozen=True)
 class TpuTarget:
     """A grid of TPU chips.
@@ -46,7 +50,7 @@ class TpuTarget:
     """
 
     topology: str
-    options: tuple[tuple[str, str], ...] = ()
+    options: tuple[tuple[str, str], ...] = _ASYNC_EXCHANGES
     platform: Literal["tpu"] = "tpu"
 
     def __post_init__(self) -> None:
