@@ -38,7 +38,7 @@ GIB = 2**30
 PASSES = ("forward", "query_gradient", "key_gradient")
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 # Least share of the bytes of an exchange that must be in flight beside a kernel, by platform and pass.
-LEAST_HIDDEN = {("cuda", "forward"): 0.85, ("cuda", "gradient"): 0.7, ("tpu", "forward"): 0.4, ("tpu", "gradient"): 0.25}
+LEAST_HIDDEN = {("cuda", "forward"): 0.8, ("cuda", "gradient"): 0.5, ("tpu", "forward"): 0.4, ("tpu", "gradient"): 0.15}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -29,8 +29,11 @@ TPU_CHIPS = {
 }
 
 
-# By default, exchanges of heads are synchronous.
-_ASYNC_EXCHANGES = (("xla_tpu_enable_async_all_to_all", "true"),)
+# By default, exchanges of heads are synchronous. SparseCores, where the chip has them, can execute them on their own.
+_ASYNC_EXCHANGES = (
+    ("xla_tpu_enable_async_all_to_all", "true"),
+    ("xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all", "true"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
