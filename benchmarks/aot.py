@@ -1,8 +1,8 @@
 """Compiles rings ahead of time for TPU and GPU topologies, without the accelerators, and checks the programs.
 
 For every case this reports whether the program compiles, its memory per device, whether the communication of the hop
-loops and the exchanges of heads overlap with a kernel, and the resources of the kernels. Each program is compiled in its own process. Failed
-checks are listed, and the command then exits with status 1.
+loops and the exchanges of heads overlap with a kernel, and the resources of the kernels. Each program is compiled in
+its own process. Failed checks are listed, and the command then exits with status 1.
 
     python benchmarks/aot.py tpu                     # `make aot-tpu` also installs the compiler
     python benchmarks/aot.py cuda                    # `make aot-cuda`
@@ -193,7 +193,7 @@ class Row:
         return failures
 
     def _exchange_failures(self) -> list[str]:
-        """Returns the failed checks of exchanges; only their case has limits, as others have other compute to hide in."""
+        """Returns the failed checks of exchanges; the share beside a kernel has a limit in one case only."""
         failures = []
         if self.exchanges_async < self.exchanges:
             failures.append(f"{self.exchanges - self.exchanges_async} of {self.exchanges} exchanges are synchronous")

@@ -63,9 +63,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=slow_unless(name == "exchange")) for name in PROGRAMS]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=slow_unless(name == "exchange")) for name in PROGRAMS])
 def test_exchange_in_pieces_sends_what_is_planned_in_a_fixed_order(name, monkeypatch):
     monkeypatch.setattr(branch_plan, "_LONG_MESSAGE", 256)
     program = Program(rj.DilationPattern((256, 256), (2, 4)), is_gradient=False, **SIZES | PROGRAMS[name])

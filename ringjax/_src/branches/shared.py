@@ -338,9 +338,7 @@ class SharedBranch(abc.ABC):
         ids = packer.pack_ids(views.ids)
         return PackedQueries(packer.pack(views.query, ids, self.spec.q_per_kv), ids)
 
-    def _pack_all(
-        self, views: Shard, of_residuals: Residuals, own: Array | None
-    ) -> tuple[PackedQueries, PackedKeys]:
+    def _pack_all(self, views: Shard, of_residuals: Residuals, own: Array | None) -> tuple[PackedQueries, PackedKeys]:
         """Packs what the backward pass needs; delta is that of the branch's `own` output, if given."""
         queries, keys = self.pack_queries(views), self.pack_keys(views)
         dout, lse, joint_delta = (self._packer.pack(x, queries.ids, self.spec.q_per_kv) for x in of_residuals[:3])
