@@ -1,13 +1,14 @@
 """Compiles rings ahead of time for TPU and GPU topologies, without the accelerators, and checks the programs.
 
 For every case this reports whether the program compiles, its memory per device, whether the communication of the hop
-loops overlaps with a kernel, and the resources of the kernels. Each program is compiled in its own process. Failed
-checks are listed, and the command then exits with status 1.
+loops and the exchanges of heads overlap with a kernel, and the resources of the kernels. Each program is compiled in
+its own process. Failed checks are listed, and the command then exits with status 1.
 
     python benchmarks/aot.py tpu                     # `make aot-tpu` also installs the compiler
     python benchmarks/aot.py cuda                    # `make aot-cuda`
     python benchmarks/aot.py tpu --case million --json million.json
     python benchmarks/aot.py tpu --broken late-permute   # sends after the compute: the check must fail
+    python benchmarks/aot.py cuda --case exchange --broken in-turn   # one piece after the other: the check must fail
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from ringjax._src.aot.targets import CudaTarget, Target, target_named
 GIB = 2**30
 PASSES = ("forward", "query_gradient", "key_gradient")
 HEAD_DIMS = (32, 64, 80, 96, 128, 256)
+# Least share of the bytes of an exchange that must be in flight beside a kernel, by platform and pass.
+LEAST_HIDDEN = {("cuda", "forward"): 0.8, ("cuda", "gradient"): 0.5, ("tpu", "forward"): 0.4, ("tpu", "gradient"): 0.15}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,8 +136,9 @@ class Row:
     hops_in_flight: int = 0
     exchanges: int = 0
     exchanges_async: int = 0
-    exchange_bytes: int = 0
-    exchange_bytes_hidden: int = 0
+    exchange_bytes: int = 0  # of all that are sent, loop iterations included
+    exchange_bytes_beside_kernel: int = 0
+    exchange_bytes_beside_loop: int = 0  # or a kernel; other loops pack, merge or add rows
     exposed: list[str] = dataclasses.field(default_factory=list)
     copied_bytes: int = 0
     kernels: list[str] = dataclasses.field(default_factory=list)
@@ -163,6 +167,7 @@ class Row:
                 failures.append(f"has {self.exchanges} exchanges and {self.permutes} permutes")
         elif self.hop_permutes == 0:
             failures.append("has no hop loop")
+        failures += self._exchange_failures()
         by_kernel = needs_kernel or bool(self.kernels)
         compute = "a kernel" if by_kernel else "a matrix multiply"
         hidden = self.hop_permutes_hidden_by_kernel + (0 if by_kernel else self.hop_permutes_hidden_by_dots)
@@ -185,6 +190,17 @@ class Row:
             for name, spilled in self.spilled_bytes.items():
                 if spilled > MOST_SPILLED[self.target]:
                     failures.append(f"has a kernel {name} that spills {spilled} bytes")
+        return failures
+
+    def _exchange_failures(self) -> list[str]:
+        """Returns the failed checks of exchanges; the share beside a kernel has a limit in one case only."""
+        failures = []
+        if self.exchanges_async < self.exchanges:
+            failures.append(f"{self.exchanges - self.exchanges_async} of {self.exchanges} exchanges are synchronous")
+        least = LEAST_HIDDEN[target_named(self.target).platform, self.part]
+        share = self.exchange_bytes_beside_kernel / max(self.exchange_bytes, 1)
+        if self.case == "exchange" and share < least:
+            failures.append(f"{share:.0%} of the bytes of exchanges are beside a kernel, expected {least:.0%}")
         return failures
 
 
@@ -230,8 +246,11 @@ def _fill_schedule(row: Row, parsed: Schedule) -> None:
     ]
     row.copied_bytes = parsed.copied_bytes
     row.exchanges, row.exchanges_async = len(parsed.exchanges), sum(x.is_async for x in parsed.exchanges)
-    row.exchange_bytes = sum(x.bytes for x in parsed.exchanges)
-    row.exchange_bytes_hidden = sum(x.bytes for x in parsed.exchanges if x.is_async and x.between != "nothing")
+    row.exchange_bytes = sum(x.bytes * x.number for x in parsed.exchanges)
+    beside_kernel = [x for x in parsed.exchanges if x.is_async and x.between == "kernel"]
+    beside_loop = [x for x in parsed.exchanges if x.is_async and (x.between == "kernel" or x.beside_loop)]
+    row.exchange_bytes_beside_kernel = sum(x.bytes * x.number for x in beside_kernel)
+    row.exchange_bytes_beside_loop = sum(x.bytes * x.number for x in beside_loop)
 
 
 def _fill_kernels(row: Row, parsed: Schedule, target: Target, folder: str) -> None:
@@ -256,6 +275,11 @@ def degrade(defect: str) -> None:
 
         original = pallas.pallas_call
         pallas.pallas_call = lambda *args, **options: original(*args, **{**options, "cost_estimate": None})
+        return
+    if defect == "in-turn":
+        from ringjax._src.branches.all_to_all import AllToAllBranch  # noqa: PLC0415
+
+        AllToAllBranch.overlaps_pieces = False
         return
     from jax import lax  # noqa: PLC0415
 
@@ -291,7 +315,7 @@ def table(rows: list[Row], platform: str) -> Table:
         shown.add_column(title, justify="left" if title in ("case", "target", "pass") else "right")
     shown.add_column("hop loops: hidden by kernel / dots / all", justify="right")
     shown.add_column("elsewhere: hidden / all", justify="right")
-    shown.add_column("exchanges: async / all, bytes hidden", justify="right")
+    shown.add_column("exchanges: async / all; bytes beside a kernel / a kernel or loop", justify="right")
     shown.add_column("copied per hop", justify="right")
     shown.add_column(f"kernels: {resources}", justify="right")
     for row in rows:
@@ -299,7 +323,8 @@ def table(rows: list[Row], platform: str) -> Table:
         if row.compiled:
             assert row.device_bytes is not None
             limit = target_named(row.target).memory_bytes / GIB
-            share = row.exchange_bytes_hidden / max(row.exchange_bytes, 1)
+            sizes = row.exchange_bytes_beside_kernel, row.exchange_bytes_beside_loop
+            shares = " / ".join(f"{size / max(row.exchange_bytes, 1):.0%}" for size in sizes)
             hidden = f"{row.hop_permutes_hidden_by_kernel} / {row.hop_permutes_hidden_by_dots} / {row.hop_permutes}"
             cells += [
                 f"{row.seconds:.1f}",
@@ -307,7 +332,7 @@ def table(rows: list[Row], platform: str) -> Table:
                 f"{row.permutes_async} / {row.permutes}",
                 hidden,
                 f"{row.other_permutes_hidden} / {row.permutes - row.hop_permutes}",
-                f"{row.exchanges_async} / {row.exchanges}, {share:.0%}",
+                f"{row.exchanges_async} / {row.exchanges}; {shares}",
                 f"{row.copied_bytes / 2**20:.1f} MiB",
                 _kernels_cell(row),
             ]
@@ -357,7 +382,9 @@ def main() -> None:
     )
     parser.add_argument("--without-options", action="store_true", help="compile without the XLA options of the targets")
     parser.add_argument(
-        "--broken", choices=("no-cost", "late-permute"), help="compile a degraded program, for which a check must fail"
+        "--broken",
+        choices=("no-cost", "late-permute", "in-turn"),
+        help="compile a degraded program, for which a check must fail",
     )
     parser.add_argument("--json", type=pathlib.Path, help="write all results to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)

@@ -401,3 +401,51 @@ def test_cuda_targets_have_the_ptxas_architecture():
         "A100": "sm_80", "H100": "sm_90a", "B200": "sm_100a",
     }  # fmt: skip
     assert {target.topology for target in CUDA_TARGETS.values()} == {"1x1x8"}
+
+
+OFFLOADED = """HloModule test, is_scheduled=true
+
+%offloaded (p: f32[4,8]) -> f32[4,8] {
+  %p = f32[4,8]{1,0} parameter(0)
+  ROOT %all-to-all.1 = f32[4,8]{1,0} all-to-all(%p), dimensions={0}
+}, execution_thread="sparsecore"
+
+%body (carry: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %carry = (s32[], f32[4,8]) parameter(0)
+  %i = s32[] get-tuple-element(%carry), index=0
+  %x = f32[4,8]{1,0} get-tuple-element(%carry), index=1
+  %begin = ((), (), s32[]) call-start(), async_execution_thread="sparsecore", to_apply=%offloaded
+  %early = f32[4,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"
+  %given = ((f32[4,8]), f32[4,8]) call-update(%begin, %x)
+  WORK
+  %end = f32[4,8]{1,0} call-done(%given)
+  ROOT %next = (s32[], f32[4,8]) tuple(%i, %end)
+}
+
+%condition (carry: (s32[], f32[4,8])) -> pred[] {
+  %carry.1 = (s32[], f32[4,8]) parameter(0)
+  %i.1 = s32[] get-tuple-element(%carry.1), index=0
+  %bound = s32[] constant(6)
+  ROOT %less = pred[] compare(%i.1, %bound), direction=LT
+}
+
+ENTRY %main (arg: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %arg = (s32[], f32[4,8]) parameter(0)
+  ROOT %loop = (s32[], f32[4,8]) while(%arg), condition=%condition, body=%body
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("work", "between"),
+    [('%late = f32[4,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"', "kernel"), ("", "nothing")],
+)
+def test_offloaded_exchange_is_in_flight_once_its_operand_is_given(work, between):
+    (message,) = schedule(OFFLOADED.replace("WORK", work)).exchanges
+    assert (message.is_async, message.between, message.bytes, message.number) == (True, between, 128, 6)
+
+
+def test_loop_beside_a_message_is_reported():
+    work = "%packed = (s32[], f32[4,8]) while(%carry), condition=%condition, body=%pack"
+    (message,) = schedule(OFFLOADED.replace("WORK", work)).exchanges
+    assert (message.between, message.beside_loop) == ("nothing", True)

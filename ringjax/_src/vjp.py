@@ -106,8 +106,9 @@ def backward(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None)
             in_flight.append(branch.start_bwd(shard, residuals, rows))
     dq, dk, dv = (jnp.zeros_like(x, dtype=lse.dtype) for x in shard[:3])
     grads = Grads(dq, (dk, dv))
-    for branch, rows, sent in zip(branches, kept, in_flight, strict=True):
-        residuals = residuals._replace(lse=after(residuals.lse, in_flight, axis_name))
+    for branch, rows, started in zip(branches, kept, in_flight, strict=True):
+        order = functools.partial(after, done=(in_flight, grads), axis_name=axis_name)
+        sent, residuals = order(started), residuals._replace(lse=order(residuals.lse))
         with jax.named_scope(f"{branch.name}_bwd"):
             grads = branch.finish_bwd(shard, residuals, rows, sent, grads)
     dq, dk, dv = (x.astype(shard.query.dtype) for x in (grads.query, *grads.kv))

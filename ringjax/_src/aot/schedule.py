@@ -19,6 +19,7 @@ import dataclasses
 import json
 import math
 import re
+from collections import Counter
 from typing import Literal
 
 COLLECTIVES = ("collective-permute", "all-gather", "reduce-scatter", "all-reduce", "all-to-all")
@@ -30,6 +31,8 @@ _NAME = re.compile(r"\s*(ROOT )?%?([\w.\-]+) = ")
 _OPCODE = re.compile(r" ?([a-z][\w\-]*)\(")
 _CALLEES = re.compile(r"\b(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)")
 _BODY = re.compile(r"\bbody=%?([\w.\-]+)")
+_CONDITION = re.compile(r"\bcondition=%?([\w.\-]+)")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _INDEX = re.compile(r"\bindex=(\d+)")
 _KERNEL_NAME = re.compile(r', name = "([^"]*)"')
 _BRANCHES = re.compile(r"\bbranch_computations=\{([^}]*)\}")
@@ -37,6 +40,7 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _VMEM = re.compile(r'"used_scoped_memory_configs":(\[[^\]]*\])')
 _FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
+_ASYNC_CALLS = ("async-start", "call-start")  # the second: SparseCores of a TPU execute the computation
 _MOVES = ("copy", "bitcast", "copy-start", "copy-done")
 
 
@@ -70,6 +74,8 @@ class SentMessage:
     between: Work  # the heaviest computation between start and done
     names: tuple[str, ...]  # of the kernels, loops and fusions between start and done
     bytes: int  # of the message
+    number: int  # of times that it is sent
+    beside_loop: bool  # whether a loop is between start and done: rows are packed, merged or added, or a kernel runs
     started: int  # position of the start in the computation
     ended: int  # position of the done, or of the start if it is synchronous
 
@@ -141,8 +147,9 @@ def schedule(text: str) -> Schedule:
         raise ValueError("`text` must be a scheduled program, with is_scheduled=true in its first line.")
     program = parse(text)
     instructions = [x for lines in program.values() for x in lines]
-    called_async = {name for x in instructions if x.opcode == "async-start" for name in x.callees}
+    called_async = {name for x in instructions if x.opcode in _ASYNC_CALLS for name in x.callees}
     bodies = {name for x in instructions if x.opcode == "while" for name in _BODY.findall(x.rest)}
+    numbers = _executions(entry_of(text), program)
     messages, kernels, copied = [], [], 0
     for name, lines in program.items():
         kernels += [
@@ -155,7 +162,8 @@ def schedule(text: str) -> Schedule:
         copies = [_copies(operand, lines, program) for x in permuted for operand in x.operands]
         carried = [size for size in copies if size is not None]
         is_hop_loop = bool(carried) and name in bodies
-        messages += [_message(op, at, name, program, is_hop_loop) for at, _, op in sent]
+        found = [_message(op, at, name, program, is_hop_loop) for at, _, op in sent]
+        messages += [dataclasses.replace(x, number=numbers.get(name, 1)) for x in found]
         copied += sum(carried) if is_hop_loop else 0
     return Schedule(tuple(messages), tuple(kernels), copied)
 
@@ -181,6 +189,32 @@ def entry_of(text: str) -> str:
     if not found:
         raise ValueError("`text` must be a program with an ENTRY computation.")
     return found[1]
+
+
+def trip_count(loop: Instruction, program: Program) -> int | None:
+    """Returns the trip count of a loop: as annotated by the compiler, or the bound of a counter that starts at 0."""
+    known = _TRIPS.search(loop.rest)
+    if known:
+        return int(known[1])
+    by_name = {x.name: x for name in _CONDITION.findall(loop.rest) for x in program.get(name, [])}
+    root = next((x for x in by_name.values() if x.is_root), None)
+    if root is None:
+        return None
+    bounds = [by_name[name].literal for name in root.operands if by_name[name].opcode == "constant"]
+    if root.opcode != "compare" or "direction=LT" not in root.rest or len(bounds) != 1:
+        return None
+    return int(bounds[0])
+
+
+def _executions(name: str, program: Program) -> Counter[str]:
+    """Counts how often a computation executes those that it calls; a loop with an unknown trip count counts once."""
+    total = Counter({name: 1})
+    for x in program[name]:
+        times = trip_count(x, program) or 1 if x.opcode == "while" else 1
+        for callee in x.callees:
+            if callee in program:
+                total.update({inner: times * num for inner, num in _executions(callee, program).items()})
+    return total
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -230,7 +264,7 @@ def _closing(line: str, start: int) -> int:
 
 def _sent_by(x: Instruction, program: Program) -> str:
     """Returns the collective that an instruction starts, or an empty string."""
-    if x.opcode == "async-start":
+    if x.opcode in _ASYNC_CALLS:
         return next((y.opcode for name in x.callees for y in program.get(name, []) if y.opcode in COLLECTIVES), "")
     op = x.opcode.removesuffix("-start")
     return op if op in COLLECTIVES else ""
@@ -239,14 +273,30 @@ def _sent_by(x: Instruction, program: Program) -> str:
 def _message(op: str, at: int, computation: str, program: Program, in_hop_loop: bool) -> SentMessage:
     lines = program[computation]
     start = lines[at]
+    updates = [i for i, x in enumerate(lines) if x.opcode == "call-update" and start.name in x.operands]
+    begin, given = (updates[0], lines[updates[0]]) if updates else (at, start)  # operands may be given after the start
     is_pair = start.opcode.endswith("-start") and '"is_sync":true' not in start.rest
-    ends = [i for i, x in enumerate(lines) if x.opcode.endswith("-done") and start.name in x.operands]
-    between = lines[at + 1 : ends[0]] if is_pair and ends else []
+    ends = [i for i, x in enumerate(lines) if x.opcode.endswith("-done") and given.name in x.operands]
+    between = lines[begin + 1 : ends[0]] if is_pair and ends else []
     work = [_work(x, program) for x in between]
     names = tuple(x.name for x, kind in zip(between, work, strict=True) if kind != "nothing")
-    size = sum(first_array(x.shape)[1] for x in lines if x.name in start.operands)
-    ended = ends[0] if is_pair and ends else at
-    return SentMessage(op, start.name, computation, is_pair, in_hop_loop, _heaviest(work), names, size, at, ended)
+    sent = set(given.operands) - {start.name}
+    size = sum(first_array(x.shape)[1] for x in lines if x.name in sent)
+    ended = ends[0] if is_pair and ends else begin
+    return SentMessage(
+        op=op,
+        name=start.name,
+        computation=computation,
+        is_async=is_pair,
+        in_hop_loop=in_hop_loop,
+        between=_heaviest(work),
+        names=names,
+        bytes=size,
+        number=1,
+        beside_loop=any(x.opcode == "while" for x in between),
+        started=begin,
+        ended=ended,
+    )
 
 
 def _work(x: Instruction, program: Program) -> Work:

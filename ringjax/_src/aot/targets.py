@@ -29,6 +29,12 @@ TPU_CHIPS = {
 }
 
 
+# By default, exchanges of heads are synchronous. SparseCores, where the chip has them, execute them on their own; with
+# their option, exchanges on v5e stay synchronous.
+_ASYNC_EXCHANGES = (("xla_tpu_enable_async_all_to_all", "true"),)
+_OFFLOADED_EXCHANGES = (("xla_tpu_enable_sparse_core_collective_offload_dense_all_to_all", "true"),)
+
+
 @dataclasses.dataclass(frozen=True)
 class TpuTarget:
     """A grid of TPU chips.
@@ -288,13 +294,13 @@ def target_named(name: str) -> Target:
         return CUDA_TARGETS[name]
     platform, _, rest = name.partition(":")
     if platform == "tpu":
-        return TpuTarget(rest)
+        return _tpu(rest)
     if platform == "cpu":
         if not _SIZE.fullmatch(rest):
             raise ValueError(f"`name` must be cpu and a number of devices, such as cpu:8, got {name!r}.")
         return CpuTarget(int(rest))
     if platform != "cuda":
-        return TpuTarget(name)
+        return _tpu(name)
     gpu, _, topology = rest.partition(":")
     sizes = topology.split("x") if topology else ["1", "1", "8"]
     if gpu.upper() not in CUDA_TARGETS or len(sizes) != 3 or sizes[0] != "1" or not all(map(_SIZE.fullmatch, sizes)):
@@ -305,3 +311,8 @@ def target_named(name: str) -> Target:
         )
     machines, gpus = int(sizes[1]), int(sizes[2])
     return dataclasses.replace(CUDA_TARGETS[gpu.upper()], devices=machines * gpus, machines=machines)
+
+
+def _tpu(topology: str) -> TpuTarget:
+    """Returns a grid of TPU chips with the options that exchanges need."""
+    return TpuTarget(topology, _ASYNC_EXCHANGES if topology.startswith("v5e") else _OFFLOADED_EXCHANGES)

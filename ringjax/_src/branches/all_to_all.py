@@ -39,20 +39,32 @@ from ringjax._src.rows.selection import RowSelection
 class AllToAllBranch(SharedBranch):
     """Exchanges the selected rows of all heads for all rows of some heads, and attends as a `RingBranch` of teams."""
 
+    overlaps_pieces = True
+
     def send_rows(self, views: Shard) -> InFlight:
         """Packs and exchanges rows."""
         return self._to_team(self.pack_queries(views), self.pack_keys(views))
 
     def attend_rows(self, views: Shard, in_flight: InFlight) -> PartialSoftmax:
-        """Attends to the rows of the team, and of other teams, and returns the results to the devices of the rows."""
+        """Attends to the rows of the team, and of other teams."""
         queries, keys = in_flight
-        part = self._team.attend_all(queries, keys, self._team.send(keys))
+        return self._team.attend_all(queries, keys, self._team.send(keys))
+
+    def return_rows(self, part: PartialSoftmax) -> PartialSoftmax:
+        """Returns the results to the devices of the rows, in the accumulator dtype."""
         return PartialSoftmax(*self._from_team((part.out, "kbcngh"), (part.lse, "kbcng")))
 
+    def send_rows_bwd(self, queries: PackedQueries, keys: PackedKeys) -> tuple[PackedQueries, PackedKeys]:
+        """Exchanges packed rows and residuals."""
+        return self._to_team(queries, keys)
+
     def attend_all_bwd(self, queries: PackedQueries, keys: PackedKeys) -> tuple[Array, Array]:
-        """Computes the packed gradients; they return in the accumulator dtype."""
-        dq, dkv = self._team.attend_all_bwd(*self._to_team(queries, keys))
-        dq, dkv = self._from_team((dq, "kbcngh"), (dkv, "skbcnh"))
+        """Computes the packed gradients of the rows of the team."""
+        return self._team.attend_all_bwd(queries, keys)
+
+    def return_rows_bwd(self, grads: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Returns the gradients to the devices of the rows, in the accumulator dtype."""
+        dq, dkv = self._from_team((grads[0], "kbcngh"), (grads[1], "skbcnh"))
         return dq, dkv
 
     def count_tiles(self) -> Array:

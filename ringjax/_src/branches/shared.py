@@ -10,16 +10,18 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from typing import NamedTuple, Self
+from typing import ClassVar, NamedTuple, Self
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
 from ringjax._src import dropout, indexing
 from ringjax._src import online_softmax as softmax
 from ringjax._src.branches.chunk_pairs import chunk_pairs, chunk_starts
 from ringjax._src.branches.extra_keys import branch_start, first_head
+from ringjax._src.branches.pieces import Stages, State, in_turn, pipelined
 from ringjax._src.branches.protocol import InFlight, Kept, Shard
+from ringjax._src.comm.ordering import after
 from ringjax._src.comm.ring_comm import RingComm
 from ringjax._src.dropout import RowHashes
 from ringjax._src.kernels.dispatch import attend, attend_bwd, delta
@@ -58,6 +60,7 @@ class SharedBranch(abc.ABC):
         rows: Its selection on this device.
         seeds: Dropout seed of each head, (B, K, G), or None.
         team_size: Number of neighboring devices that have exchanged heads and act as one device.
+        overlaps_pieces: Whether pieces are sent while others are attended to; it takes the memory of more pieces.
     """
 
     spec: AttentionSpec
@@ -66,6 +69,7 @@ class SharedBranch(abc.ABC):
     rows: RowSelection
     seeds: Array | None = None
     team_size: int = 1
+    overlaps_pieces: ClassVar[bool] = False
 
     # The communication.
 
@@ -94,71 +98,129 @@ class SharedBranch(abc.ABC):
         return keys, self.send(keys)
 
     def attend_rows(self, views: Shard, in_flight: InFlight) -> PartialSoftmax:
-        """Computes the attention of the packed queries of this device."""
+        """Computes the attention of the packed queries that are on this device, once rows have been sent."""
         keys, sent = in_flight
         return self.attend_all(self.pack_queries(views), keys, sent)
+
+    def return_rows(self, part: PartialSoftmax) -> PartialSoftmax:
+        """Returns results to the devices of the queries, if queries were sent."""
+        return part
+
+    def send_rows_bwd(self, queries: PackedQueries, keys: PackedKeys) -> tuple[PackedQueries, PackedKeys]:
+        """Sends what `attend_all_bwd` takes, if that is not what a device holds."""
+        return queries, keys
+
+    def return_rows_bwd(self, grads: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Inverts `send_rows_bwd`, for gradients."""
+        return grads
 
     # The branch protocol.
 
     def start(self, shard: Shard) -> InFlight:
-        """Packs and sends rows, unless they are sent in pieces."""
-        return None if self.plan.pieces > 1 else self.send_rows(self._views(shard))
+        """Packs and sends rows, or the first piece of them; pieces that do not overlap are sent later."""
+        if self.plan.pieces > 1 and not self.overlaps_pieces:
+            return None
+        return self._stages(shard).send(jnp.int32(0), None)
 
     def finish(self, shard: Shard, in_flight: InFlight, merged: PartialSoftmax) -> tuple[PartialSoftmax, Kept]:
         """Attends and merges."""
-        views = self._views(shard)
-        zero_keys = None
-        if self._is_detached and self.spec.has_zero_keys:
-            zero_keys = self._packer.view(branch_start(self.spec, shard, self.rows.branch, first_head(self.spec)).lse)
-
-        def attend_and_merge(
-            branch: SharedBranch, merged: PartialSoftmax, sent: InFlight
-        ) -> tuple[PartialSoftmax, Array | None]:
-            part = branch.attend_rows(views, sent)
-            if zero_keys is not None:
-                lse = branch._packer.pack(zero_keys, None, self.spec.q_per_kv)[..., 0]
-                part = softmax.merge(part, PartialSoftmax(jnp.zeros_like(part.out), lse))
-            return branch._packer.merge(merged, part), part.out if self._is_detached else None
-
-        def step(merged: PartialSoftmax, index: Array) -> tuple[PartialSoftmax, Array | None]:
-            branch = self._piece(index)
-            return attend_and_merge(branch, merged, branch.send_rows(views))
-
-        merged_views = PartialSoftmax(*(self.rows.view(x) for x in merged))
-        if self.plan.pieces > 1:
-            found, kept = lax.scan(step, merged_views, jnp.arange(self.plan.pieces, dtype=jnp.int32))
-        else:
-            found, kept = attend_and_merge(self, merged_views, in_flight)
-        merged = PartialSoftmax(*(self.rows.put_view(x, y) for x, y in zip(merged, found, strict=True)))
-        return merged, kept
+        views = PartialSoftmax(*(self.rows.view(x) for x in merged))
+        state = views, self._no_rows(merged.out) if self._is_detached else None
+        found, kept = self._run(self._stages(shard), in_flight, state)
+        return PartialSoftmax(*(self.rows.put_view(x, y) for x, y in zip(merged, found, strict=True))), kept
 
     def start_bwd(self, shard: Shard, residuals: Residuals, kept: Kept) -> InFlight:
-        """Computes the packed gradients, whose last message overlaps with local branches, unless sent in pieces."""
-        if self.plan.pieces > 1:
+        """Sends the first piece, or computes the packed gradients, whose last message overlaps with local branches."""
+        if self.plan.pieces > 1 and not self.overlaps_pieces:
             return None
-        return self._packed_grads(self._views(shard), self._residual_views(residuals), kept)
+        stages, first = self._stages_bwd(shard, residuals, kept), jnp.int32(0)
+        sent = stages.send(first, residuals.lse)
+        return sent if self.overlaps_pieces else stages.attend(first, sent)
 
     def finish_bwd(self, shard: Shard, residuals: Residuals, kept: Kept, in_flight: InFlight, grads: Grads) -> Grads:
         """Adds the packed gradients to `grads`."""
-        views, of_residuals = self._views(shard), self._residual_views(residuals)
-
-        def add(branch: SharedBranch, sums: tuple[Array, ...], found: tuple[Array, Array]) -> tuple[Array, ...]:
-            dq, (dk, dv) = found
-            return branch._packer.add(sums, (dq, dk, dv))
-
-        def step(sums: tuple[Array, ...], index: Array) -> tuple[tuple[Array, ...], None]:
-            branch = self._piece(index)
-            own = indexing.dynamic_index_in_dim(kept, index, keepdims=False) if self._is_detached else None
-            return add(branch, sums, branch._packed_grads(views, of_residuals, own)), None
-
-        dense = grads.query, *grads.kv
+        stages, dense = self._stages_bwd(shard, residuals, kept), (grads.query, *grads.kv)
         sums = tuple(self.rows.view(x) for x in dense)
-        if self.plan.pieces > 1:
-            sums = lax.scan(step, sums, jnp.arange(self.plan.pieces, dtype=jnp.int32))[0]
+        if self.plan.pieces == 1 and not self.overlaps_pieces:
+            sums = stages.collect(jnp.int32(0), in_flight, sums)
         else:
-            sums = add(self, sums, in_flight)
+            sums = self._run(stages, in_flight, sums)
         dq, dk, dv = (self.rows.put_view(x, y) for x, y in zip(dense, sums, strict=True))
         return Grads(dq, (dk, dv))
+
+    # Pieces.
+
+    def _run(self, stages: Stages, in_flight: InFlight, state: State) -> State:
+        """Passes all pieces through their stages."""
+        num = self.plan.pieces
+        if num > 1 and not self.overlaps_pieces:
+            return in_turn(stages, num, state)
+        has_hops = self.plan.ring_devices > self.plan.exchange_devices
+        return pipelined(stages, num, in_flight, state, self.spec.axis_name if has_hops else None)
+
+    def _stages(self, shard: Shard) -> Stages:
+        """Returns what the forward pass does with a piece."""
+        views, zero_keys = self._views(shard), None
+        if self._is_detached and self.spec.has_zero_keys:
+            zero_keys = self._packer.view(branch_start(self.spec, shard, self.rows.branch, first_head(self.spec)).lse)
+
+        def send(index: Array, done: object) -> InFlight:
+            index, ids = self._ordered(index, views.ids, done)
+            return self._piece(index).send_rows(views._replace(ids=ids))
+
+        def attend(index: Array, in_flight: InFlight) -> PartialSoftmax:
+            return self._piece(index).attend_rows(views, in_flight)
+
+        def collect(
+            index: Array, part: PartialSoftmax, state: tuple[PartialSoftmax, Array | None]
+        ) -> tuple[PartialSoftmax, Array | None]:
+            branch, (merged, kept) = self._piece(index), state
+            part = branch.return_rows(part)
+            if zero_keys is not None:
+                lse = branch._packer.pack(zero_keys, None, self.spec.q_per_kv)[..., 0]
+                part = softmax.merge(part, PartialSoftmax(jnp.zeros_like(part.out), lse))
+            if kept is not None:
+                kept = indexing.dynamic_update_index_in_dim(kept, part.out.astype(kept.dtype), index, axis=0)
+            return branch._packer.merge(merged, part), kept
+
+        return Stages(send, attend, collect)
+
+    def _stages_bwd(self, shard: Shard, residuals: Residuals, kept: Kept) -> Stages:
+        """Returns what the backward pass does with a piece."""
+        views = self._views(shard)
+        of_residuals = Residuals(*(self._packer.view(x) for x in residuals[:3]))
+
+        def send(index: Array, done: object) -> InFlight:
+            index, ids = self._ordered(index, views.ids, done)
+            own = None if kept is None else indexing.dynamic_index_in_dim(kept, index, keepdims=False)
+            branch = self._piece(index)
+            return branch.send_rows_bwd(*branch._pack_all(views._replace(ids=ids), of_residuals, own))
+
+        def attend(index: Array, in_flight: InFlight) -> tuple[Array, Array]:
+            return self._piece(index).attend_all_bwd(*in_flight)
+
+        def collect(index: Array, grads: tuple[Array, Array], sums: tuple[Array, ...]) -> tuple[Array, ...]:
+            branch = self._piece(index)
+            dq, (dk, dv) = branch.return_rows_bwd(grads)
+            return branch._packer.add(sums, (dq, dk, dv))
+
+        return Stages(send, attend, collect)
+
+    def _ordered(self, index: Array, ids: Array | None, done: object) -> tuple[Array, Array | None]:
+        """Returns the index of a piece and segment ids, on CPU devices after `done`: all messages depend on them."""
+        return after(index, done, self.spec.axis_name), after(ids, done, self.spec.axis_name)
+
+    def _piece(self, index: Array) -> Self:
+        """Restricts the branch to the heads of one piece."""
+        num = len(self.rows.heads) // self.plan.pieces
+        return dataclasses.replace(self, rows=self.rows.head_range(index * num, num))
+
+    def _no_rows(self, like: Array) -> Array:
+        """Returns zeros for the output rows of each piece, packed, in the dtype of the queries."""
+        rows, spec = self.rows, self.spec
+        tasks = len(rows.heads) // self.plan.pieces * spec.batch
+        shape = self.plan.pieces, tasks, rows.chunks, rows.num_rows * spec.q_per_kv, spec.head_dim
+        return jnp.zeros_like(like, shape=shape, dtype=spec.dtype)
 
     def count_tiles(self) -> Array:
         """Counts the score tiles that this device computes in the forward pass in plain XLA."""
@@ -255,11 +317,6 @@ class SharedBranch(abc.ABC):
 
     # Packing.
 
-    def _piece(self, index: Array) -> Self:
-        """Restricts the branch to the heads of one piece."""
-        num = len(self.rows.heads) // self.plan.pieces
-        return dataclasses.replace(self, rows=self.rows.head_range(index * num, num))
-
     @property
     def _packer(self) -> RowPacker:
         starts = chunk_starts(self.spec, self.comm.device())
@@ -268,9 +325,6 @@ class SharedBranch(abc.ABC):
     def _views(self, shard: Shard) -> Shard:
         query, key, value = (self._packer.view(x) for x in shard[:3])
         return Shard(query, key, value, None if shard.ids is None else self.rows.view(shard.ids))
-
-    def _residual_views(self, residuals: Residuals) -> Residuals:
-        return Residuals(*(self._packer.view(x) for x in residuals[:3]))
 
     def pack_keys(self, views: Shard) -> PackedKeys:
         """Packs the selected keys and values of this device."""
@@ -284,12 +338,11 @@ class SharedBranch(abc.ABC):
         ids = packer.pack_ids(views.ids)
         return PackedQueries(packer.pack(views.query, ids, self.spec.q_per_kv), ids)
 
-    def _packed_grads(self, views: Shard, of_residuals: Residuals, own: Array | None) -> tuple[Array, Array]:
-        """Packs and computes gradients; delta is that of the branch's `own` output, if given."""
+    def _pack_all(self, views: Shard, of_residuals: Residuals, own: Array | None) -> tuple[PackedQueries, PackedKeys]:
+        """Packs what the backward pass needs; delta is that of the branch's `own` output, if given."""
         queries, keys = self.pack_queries(views), self.pack_keys(views)
         dout, lse, joint_delta = (self._packer.pack(x, queries.ids, self.spec.q_per_kv) for x in of_residuals[:3])
         own_delta = joint_delta[..., 0]
         if own is not None:
             own_delta += delta(dout, own, lse.dtype, self._config)
-        queries = queries._replace(residuals=Residuals(dout, lse[..., 0], own_delta))
-        return self.attend_all_bwd(queries, keys)
+        return queries._replace(residuals=Residuals(dout, lse[..., 0], own_delta)), keys

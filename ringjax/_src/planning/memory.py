@@ -92,13 +92,15 @@ def _on_gpu(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -
     """
     shared = _shared_branches(spec, branches)
     rows = [
-        _exchanged(b, x).forward if b.exchange else _copies(b) * x.keys + x.queries + x.query_sums + a.lse
+        _exchanged(b, x, overlaps=True).forward
+        if b.exchange
+        else _copies(b) * x.keys + x.queries + x.query_sums + a.lse
         for b, x in shared
     ]
     forward = a.is_wide * a.q_sums + max(rows, default=0)
     both = 2 * a.q_sums + 2 * a.k_sums if spec.q_per_kv == 1 else max(2 * a.q_sums, a.q_sums + 2 * a.k_sums)
     gathered = [b.ring_devices * x.key_sums for b, x in shared if b.where == "all_gather"]
-    gathered += [_exchanged(b, x).gradient for b, x in shared if b.exchange]
+    gathered += [_exchanged(b, x, overlaps=True).gradient for b, x in shared if b.exchange]
     return Memory(forward, a.is_wide * both + a.lse + max(gathered, default=0))
 
 
@@ -107,11 +109,16 @@ def _copies(branch: BranchPlan) -> int:
     return branch.ring_devices + 1 if branch.where == "all_gather" else 2
 
 
-def _exchanged(branch: BranchPlan, size: costs.RowBytes) -> Memory:
-    """Returns the bytes of rows that are exchanged, as sent and as received, and of their results."""
+def _exchanged(branch: BranchPlan, size: costs.RowBytes, *, overlaps: bool = False) -> Memory:
+    """Returns the bytes of rows that are exchanged, as sent and as received, and of their results.
+
+    If pieces overlap, a device holds the rows of a piece while the next one travels, and its results while those of the
+    previous one return. CPU devices do one after the other.
+    """
+    held = 3 if overlaps and branch.pieces > 1 else 2
     copies = branch.group.parts.query
     there, gradients = size.queries + copies * size.keys, size.query_sums + copies * size.key_sums
-    return Memory(2 * (there + size.query_sums) + size.ids, 2 * (there + size.queries + gradients) + size.ids)
+    return Memory(held * (there + size.query_sums) + size.ids, held * (there + size.queries + gradients) + size.ids)
 
 
 def _on_tpu(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -> Memory:
@@ -144,7 +151,7 @@ def _on_tpu(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -
         forward.append(2 * a.q_sums + (rows + copied if others else 0))
     for branch, size in shared:
         if branch.exchange:
-            exchanged = _exchanged(branch, size)
+            exchanged = _exchanged(branch, size, overlaps=True)
             forward.append(a.q_sums + rows + copied + exchanged.forward)
             gradient.append(sums + numbers + laid_out / 2 + kept + exchanged.gradient)
             continue
