@@ -212,6 +212,8 @@ class SharedBranch(abc.ABC):
 
     def _piece(self, index: Array) -> Self:
         """Restricts the branch to the heads of one piece."""
+        if self.plan.pieces == 1 and not self.overlaps_pieces:
+            return self
         num = len(self.rows.heads) // self.plan.pieces
         return dataclasses.replace(self, rows=self.rows.head_range(index * num, num))
 
