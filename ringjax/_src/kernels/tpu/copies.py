@@ -8,8 +8,8 @@ kernel selects one. If the two select the same rows, they share the copy.
 While a program is computed, the inputs of the next one are copied, and the results of the previous one are written:
 
     program s     inputs (2 slots)      sums (3 slots)
-    first step    wait for s            wait for s; wait until s - 2 is written
-                  start s + 1           start s + 1
+    first step    start s + 1           wait until s - 2 is written; start s + 1
+                  wait for s            wait for s
     last step                           start to write s
 
 Legend: ``B`` batch, ``T`` positions, ``H`` head dim, ``r`` rate, ``n`` rows of a task.
@@ -18,6 +18,8 @@ Legend: ``B`` batch, ``T`` positions, ``H`` head dim, ``r`` rate, ``n`` rows of 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -52,7 +54,7 @@ class Group(NamedTuple):
 
     @property
     def words(self) -> int:
-        """32-bit words of a row, per lane."""
+        """32-bit words of a position, per lane."""
         return ceil_div(self.width, 2) if self.is_narrow else self.width
 
 
@@ -71,11 +73,11 @@ class Plan:
     halves: int  # the programs are divided in two for two cores
     is_interpreted: bool = False
 
-    def rows(self, offsets: Ref, task: Array) -> tuple[Any, ...]:
-        """Returns the index of the rows of a task in a dense view."""
-        head, chunk = remainder(task, self.heads), quotient(task, self.heads)
+    def rows(self, task: Array) -> tuple[Any, ...]:
+        """Returns batch entry and rows of a task in a dense view."""
+        chunk = quotient(task, self.heads)
         entry, nth = quotient(chunk, self.chunks), remainder(chunk, self.chunks)
-        return entry, pl.ds(self.first_row + nth * self.num_rows, self.num_rows), offsets[head]
+        return entry, pl.ds(self.first_row + nth * self.num_rows, self.num_rows)
 
     def period(self, group: Group) -> int:
         """Returns for how many programs a copy is used."""
@@ -110,23 +112,23 @@ class Copier:
         """Yields the slices in HBM and in VMEM of all copies of a unit of programs, in the same shape."""
         plan, group = self.plan, self.group
         first_task = (self.first_program + unit * self.period) * plan.tasks
-        num = plan.copies(group)
+        num, num_rows = plan.copies(group), plan.num_rows
         for copy in range(num):
             task = first_task + copy * (plan.tasks // num)
             head = remainder(task, plan.heads)
             which: Any = quotient(head, 2) if group.is_pair else head
             if group.words > 1:
                 which = pl.ds(head * group.words, group.words)
+            at = (*plan.rows(task), self.offsets[head], which)
             for i, array in enumerate(arrays):
-                words = array.bitcast(jnp.uint32) if group.is_narrow else array
-                in_hbm = words.at[*plan.rows(self.offsets, task), which]
-                in_vmem = self.buffer.at[slot, i, copy, 0, pl.ds(0, plan.num_rows * group.words)]
+                in_hbm = (array.bitcast(jnp.uint32) if group.is_narrow else array).at[at]
+                in_vmem = self.buffer.at[slot, i, copy, 0, pl.ds(0, num_rows * group.words)]
                 if group.words == 1:
                     yield in_hbm, in_vmem
                 elif plan.is_interpreted and not is_write:  # JAX 0.10 does not interpret targets that are reshaped
-                    yield in_hbm.reshape(plan.num_rows * group.words, plan.dim), in_vmem
+                    yield in_hbm.reshape(num_rows * group.words, plan.dim), in_vmem
                 else:
-                    yield in_hbm, in_vmem.reshape(plan.num_rows, group.words, plan.dim)
+                    yield in_hbm, in_vmem.reshape(num_rows, group.words, plan.dim)
 
 
 class Input:
@@ -140,24 +142,15 @@ class Input:
         for source, target in self.copier.each(self.arrays, unit, slot):
             yield pltpu.make_async_copy(source, target, self.semaphores.at[slot])
 
-    def _start(self, unit: Array) -> None:
+    def start(self, unit: Array) -> None:
+        """Starts to copy the rows of a unit."""
         for copy in self._each(unit):
             copy.start()
 
-    def begin(self, program: Array) -> None:
-        """Waits for the rows of a program and starts to copy those of the next one."""
-        period = self.copier.period
-        unit = quotient(program, period)
-
-        @pl.when(remainder(program, period) == 0)
-        def _() -> None:
-            pl.when(program == 0)(lambda: self._start(unit))
-            for copy in self._each(unit):
-                copy.wait()
-            pl.when(program + period < self.copier.plan.programs)(lambda: self._start(unit + 1))
-
-        if self.ready is not None:
-            self._unpack(program, remainder(unit, INPUT_SLOTS))
+    def wait(self, unit: Array) -> None:
+        """Waits for the rows of a unit."""
+        for copy in self._each(unit):
+            copy.wait()
 
     def view(self, program: Array, block: Array) -> Ref:
         """Returns the rows of a block."""
@@ -166,31 +159,44 @@ class Input:
             return plan.view(group, self.ready, block)
         return plan.view(group, self.copier.buffer, block, remainder(program, INPUT_SLOTS))
 
-    def _unpack(self, program: Array, slot: Array) -> None:
-        """Converts words to 16-bit rows."""
+    def unpack(self, program: Array) -> None:
+        """Converts words to 16-bit rows, if they are words."""
+        if self.ready is None:
+            return
         plan, group = self.copier.plan, self.copier.group
-        num_words = plan.num_rows * group.words
-        size = math.gcd(num_words, _UNPACKED_ROWS)
-        first_task = (self.copier.first_program + program) * plan.tasks
+        num_rows = plan.num_rows * group.width
+        size = math.gcd(num_rows, _UNPACKED_ROWS)
+        for i, task in itertools.product(range(group.arrays), range(plan.tasks)):
+            unpack = functools.partial(self._unpack, program, i, task, size)
+            if num_rows == size:
+                unpack(0, None)
+            else:
+                jax.lax.fori_loop(0, num_rows // size, unpack, None)
 
-        def unpack(i: int, task: int, at: Array | int) -> None:
-            copy = task * plan.copies(group) // plan.tasks
-            words = self.copier.buffer[slot, i, copy, 0, pl.ds(at * size, size)]
-            assert self.ready is not None
-            if not group.is_pair:
-                self.ready[i, task, 0, pl.ds(at * 2 * size, 2 * size)] = pltpu.bitcast(words, self.ready.dtype)
-                return
-            shift = 16 - 16 * remainder(first_task + task, 2)  # the even head is the lower half
-            upper = jax.lax.shift_left(words, jnp.broadcast_to(shift, words.shape).astype(words.dtype))
-            upper = jax.lax.bitcast_convert_type(upper & jnp.uint32(0xFFFF0000), jnp.float32)
-            self.ready[i, task, 0, pl.ds(at * size, size)] = upper.astype(self.ready.dtype)
+    def _unpack(self, program: Array, i: int, task: int, size: int, at: Array | int, _: None) -> None:
+        """Unpacks `size` rows of one array and task."""
+        plan, group = self.copier.plan, self.copier.group
+        copy = task * plan.copies(group) // plan.tasks
+        slot = remainder(quotient(program, self.copier.period), INPUT_SLOTS)
+        read = lambda *rows: self.copier.buffer.at[slot, i, copy, 0][pl.ds(*rows)]  # noqa: E731
+        if group.is_pair:
+            is_odd_head = remainder((self.copier.first_program + program) * plan.tasks + task, 2)
+            which = task % 2 if plan.tasks % 2 == 0 else is_odd_head
+            even, odd = (read(at * size + first, size // 2, 2) for first in (0, 1))
+            words = _select_halves(even, odd, which)
+        else:
+            words = read(at * (size // 2), size // 2)
+        assert self.ready is not None
+        self.ready[i, task, 0, pl.ds(at * size, size)] = pltpu.bitcast(words, self.ready.dtype)
 
-        for i in range(group.arrays):
-            for task in range(plan.tasks):
-                if num_words == size:
-                    unpack(i, task, 0)
-                else:
-                    jax.lax.fori_loop(0, num_words // size, lambda at, _, i=i, t=task: unpack(i, t, at), None)
+
+def _select_halves(even: Array, odd: Array, which: Array | int) -> Array:
+    """Returns words of the lower halves of `even` and, above them, of `odd`, or of the upper halves if `which` is 1."""
+    lower, upper = jnp.uint32(0xFFFF), jnp.uint32(0xFFFF0000)
+    if isinstance(which, int):
+        return (even >> 16) | (odd & upper) if which else (even & lower) | (odd << 16)
+    shift = jnp.broadcast_to(16 * which, even.shape).astype(even.dtype)
+    return (jax.lax.shift_right_logical(even, shift) & lower) | (jax.lax.shift_left(odd, 16 - shift) & upper)
 
 
 class Sums:
@@ -202,10 +208,8 @@ class Sums:
         given: Sequence[Ref],
         updated: Sequence[Ref],
         semaphores: tuple[Ref, Ref],
-        *,
-        has_prior: bool,
     ) -> None:
-        self.copier, self.given, self.updated, self.has_prior = copier, given, updated, has_prior
+        self.copier, self.given, self.updated = copier, given, updated
         self.read_semaphores, self.write_semaphores = semaphores
 
     def _reads(self, program: Array) -> Iterator[Any]:
@@ -218,23 +222,20 @@ class Sums:
         for target, source in self.copier.each(self.updated, program, slot, is_write=True):
             yield pltpu.make_async_copy(source, target, self.write_semaphores.at[slot])
 
-    def _start_reads(self, program: Array) -> None:
+    def start(self, program: Array) -> None:
+        """Starts to copy the rows of a program."""
         for copy in self._reads(program):
             copy.start()
 
-    def _wait_for_writes(self, program: Array) -> None:
-        for copy in self._writes(program):
+    def wait(self, program: Array) -> None:
+        """Waits for the rows of a program."""
+        for copy in self._reads(program):
             copy.wait()
 
-    def begin(self, program: Array) -> None:
-        """Waits for the rows of a program and starts to copy those of the next one."""
-        if self.has_prior:
-            pl.when(program == 0)(lambda: self._start_reads(program))
-            for copy in self._reads(program):
-                copy.wait()
-        pl.when(program >= 2)(lambda: self._wait_for_writes(program - 2))
-        if self.has_prior:
-            pl.when(program + 1 < self.copier.plan.programs)(lambda: self._start_reads(program + 1))
+    def wait_for_writes(self, program: Array) -> None:
+        """Waits until the rows of a program are written."""
+        for copy in self._writes(program):
+            copy.wait()
 
     def end(self, program: Array) -> None:
         """Starts to write the rows of a program; after the last one, waits until all are written."""
@@ -243,10 +244,36 @@ class Sums:
 
         @pl.when(program == self.copier.plan.programs - 1)
         def _() -> None:
-            pl.when(program >= 1)(lambda: self._wait_for_writes(program - 1))
-            self._wait_for_writes(program)
+            pl.when(program >= 1)(lambda: self.wait_for_writes(program - 1))
+            self.wait_for_writes(program)
 
     def view(self, program: Array, block: Array) -> Ref:
         """Returns the rows of a block."""
         slot = remainder(program, SUM_SLOTS)
         return self.copier.plan.view(self.copier.group, self.copier.buffer, block, slot)
+
+
+def begin(program: Array, plan: Plan, inputs: Sequence[Input], sums: Sequence[Sums], *, has_prior: bool) -> None:
+    """Starts to copy the rows of the next program, and waits for those of this one."""
+    pl.when(program >= 2)(lambda: [x.wait_for_writes(program - 2) for x in sums] and None)
+    every = [*inputs, *(sums if has_prior else ())]
+    for period in sorted({x.copier.period for x in every}):
+        begin_unit = functools.partial(_begin_unit, program, plan, [x for x in every if x.copier.period == period])
+        if period == 1:
+            begin_unit()
+        else:
+            pl.when(remainder(program, period) == 0)(begin_unit)
+
+
+def _begin_unit(program: Array, plan: Plan, every: Sequence[Input | Sums]) -> None:
+    period = every[0].copier.period
+    unit, num = quotient(program, period), plan.programs // period
+
+    def start(nth: Array, _: None) -> None:
+        for copies in every:
+            copies.start(nth)
+
+    # the next unit and, in the first program, this one; a loop has the code once
+    jax.lax.fori_loop(jnp.where(unit == 0, 0, unit + 1), jnp.minimum(unit + 2, num), start, None)
+    for copies in every:
+        copies.wait(unit)
