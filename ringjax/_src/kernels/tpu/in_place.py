@@ -8,10 +8,11 @@ rate, ``n`` rows of a task, ``N`` tasks.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -61,7 +62,7 @@ def attend(prior: PartialSoftmax, operands: Operands, config: KernelConfig, *, h
     rows, call = operands.rows, _Call(operands, config, is_bwd=False)
     lse = pack_numbers(prior.lse, rows)[:, :, None]
     arrays = operands.query, *operands.kv
-    (out,), (lse,) = call.run(arrays, plain=[], sums=[prior.out], block_sums=[lse], has_prior=has_prior)
+    (out,), (lse,) = _run(call, operands, arrays, plain=[], sums=[prior.out], numbers=[lse], has_prior=has_prior)
     return PartialSoftmax(out, unpack_numbers(prior.lse, lse, rows))
 
 
@@ -74,7 +75,8 @@ def attend_bwd(
     stats = [pack_numbers(x, operands.rows) for x in (lse, residuals.delta * config.output_divisor)]
     arrays = operands.query, *operands.kv, residuals.dout
     sums = [grads.query, *grads.kv]
-    (dq, *dkv), _ = call.run(arrays, plain=[jnp.stack(stats, axis=2)], sums=sums, block_sums=[], has_prior=has_prior)
+    plain = [jnp.stack(stats, axis=2)]
+    (dq, *dkv), _ = _run(call, operands, arrays, plain=plain, sums=sums, numbers=[], has_prior=has_prior)
     return Grads(dq, tuple(dkv))
 
 
@@ -105,9 +107,9 @@ class _Call:
     """A kernel, its grid and its buffers."""
 
     def __init__(self, operands: Operands, config: KernelConfig, *, is_bwd: bool) -> None:
-        rows, dim, batch, heads = operands.rows, operands.query.shape[-1], operands.batch, operands.kv_heads
-        num_tasks = batch * rows.chunks * heads
-        self.is_bwd, self.rows, self.operands = is_bwd, rows, operands
+        rows, dim, heads = operands.rows, operands.query.shape[-1], operands.kv_heads
+        num_tasks = operands.batch * rows.chunks * heads
+        self.is_bwd, self.dtype = is_bwd, operands.query.dtype
         self.config = dataclasses.replace(config, tasks_per_head=num_tasks)  # ranges are the same for all heads
         self.tiling = tiling(config, num_tasks)
         tasks = self.tiling.tasks
@@ -133,7 +135,7 @@ class _Call:
 
     def buffers(self) -> list[tuple[tuple[int, ...], Any]]:
         """Returns shapes and dtypes of the buffers: of each input, words and rows or rows only; of each sum, rows."""
-        plan, dtype = self.plan, self.operands.query.dtype
+        plan, dtype = self.plan, self.dtype
         found: list[tuple[tuple[int, ...], Any]] = []
         for group in self.inputs:
             rows = (1, plan.padded(group), plan.dim)
@@ -161,42 +163,39 @@ class _Call:
         arrays = [*self.buffers(), *((shape, jnp.float32) for shape in self.scratch())]
         return sum(math.prod(shape) * jnp.dtype(dtype).itemsize for shape, dtype in arrays)
 
-    def run(
-        self,
-        arrays: Sequence[Array],
-        *,
-        plain: Sequence[Array],
-        sums: Sequence[Array],
-        block_sums: Sequence[Array],
-        has_prior: bool,
-    ) -> tuple[list[Array], list[Array]]:
+    def for_batch(self, times: int) -> _Call:
+        """Returns the call for a batch that is this many times as large."""
+        call = copy.copy(self)
+        call.plan = dataclasses.replace(self.plan, programs=self.plan.programs * times)
+        call.config = dataclasses.replace(self.config, tasks_per_head=self.config.tasks_per_head * times)
+        return call
+
+    def run(self, *given: Array, num_plain: int, has_prior: bool) -> list[Array]:
         """Runs the kernel.
 
         Args:
-            arrays: Dense inputs, in the order of the groups.
-            plain: Numbers per row (N, 1, num, n * G) that the kernel reads.
-            sums: Dense sums, updated in place.
-            block_sums: Numbers per row that the kernel updates.
+            *given: Offsets, chunks and ranges; dense views of the inputs, in the order of the groups; numbers per row
+                (N, 1, num, n * G) that the kernel reads; dense views of the sums; and numbers that it updates.
+            num_plain: How many arrays of numbers the kernel reads only.
             has_prior: Whether the sums have values that the kernel must read.
         """
-        scalars = jnp.asarray(self.rows.offsets), jnp.zeros((3,), jnp.int32), self._ranges()
-        in_hbm = pl.BlockSpec(memory_space=pl.ANY)
-        dense, dense_sums = ([self._view(x) for x in given] for given in (arrays, sums))
-        read = [*block_sums] if has_prior else []
-        specs = lambda given: [self._numbers(x.shape[2]) for x in given]  # noqa: E731
-        first = len(scalars) + len(dense) + len(plain)
-        updated = [*dense_sums, *block_sums]
+        in_hbm, num_scalars = pl.BlockSpec(memory_space=pl.ANY), 3
+        num_dense, num_sums = (sum(x.arrays for x in groups) for groups in (self.inputs, self.sums))
+        first = num_scalars + num_dense + num_plain
+        plain, updated = given[first - num_plain : first], given[first:]
+        specs = lambda arrays: [self._numbers(x.shape[2]) for x in arrays]  # noqa: E731
+        read = updated if has_prior else updated[:num_sums]
         kernel = pl.pallas_call(
-            functools.partial(_kernel, call=self, has_prior=has_prior, num_plain=len(plain)),
-            out_shape=[shaped_like(x, *scalars) for x in updated],
+            functools.partial(_kernel, call=self, has_prior=has_prior, num_plain=num_plain),
+            out_shape=[shaped_like(x, *given[:num_scalars]) for x in updated],
             grid_spec=pltpu.PrefetchScalarGridSpec(
-                num_scalar_prefetch=len(scalars),
+                num_scalar_prefetch=num_scalars,
                 grid=self._grid(),
-                in_specs=[*[in_hbm] * len(dense), *specs(plain), *[in_hbm] * len(sums), *specs(read)],
-                out_specs=[*[in_hbm] * len(sums), *specs(block_sums)],
+                in_specs=[*[in_hbm] * num_dense, *specs(plain), *[in_hbm] * num_sums, *specs(read[num_sums:])],
+                out_specs=[*[in_hbm] * num_sums, *specs(updated[num_sums:])],
                 scratch_shapes=self._scratch_types(),
             ),
-            input_output_aliases={first + i: i for i in range(len(sums) + len(read))},
+            input_output_aliases={first + i: i for i in range(len(read))},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("parallel", "arbitrary", "arbitrary", "arbitrary"),
                 vmem_limit_bytes=VMEM_BYTES,
@@ -206,24 +205,11 @@ class _Call:
             name=f"ringjax_{'gradient' if self.is_bwd else 'forward'}_in_place",
             interpret=self.config.interpret,
         )
-        count = first + len(sums) + len(read)
-        call = lambda *given: kernel(*given[:count])  # noqa: E731
-        given = *scalars, *dense, *plain, *updated
-        found = call(*given) if self.config.interpret else on_its_platform("tpu", call, *given, sums=len(updated))
-        reshaped = [x.reshape(y.shape) for x, y in zip(found, sums, strict=False)]
-        return reshaped, list(found[len(sums) :])
-
-    def _ranges(self) -> Array:
-        ranges = pair_ranges(self.operands, self.config)[0][:1]
-        return self.config.q_block_ranges(ranges) if self.is_bwd else ranges
+        return kernel(*given[:first], *read)
 
     def _grid(self) -> tuple[int, ...]:
         queries, keys = self.config.query_blocks, self.config.key_blocks
         return self.plan.halves, self.plan.programs, *((keys, queries) if self.is_bwd else (queries, keys))
-
-    def _view(self, x: Array) -> Array:
-        """Views (B, T, ..., H) as (B, T / r, r, heads, H)."""
-        return x.reshape(x.shape[0], x.shape[1] // self.rows.rate, self.rows.rate, -1, x.shape[-1])
 
     def _numbers(self, num: int) -> pl.BlockSpec:
         """Returns the spec of `num` numbers per query row, (N, 1, num, n * G)."""
@@ -243,12 +229,62 @@ class _Call:
         config, plan = self.config, self.plan
         num_tasks, num_rows = config.tasks_per_head, config.num_rows
         pairs = num_tasks * num_rows**2 * config.q_per_kv // (2 if config.is_causal else 1)
-        itemsize = self.operands.query.dtype.itemsize
+        itemsize = self.dtype.itemsize
         sizes = ((self.inputs, itemsize), (self.sums, 8))
         row_bytes = sum(x.arrays * x.width * size for groups, size in sizes for x in groups)
         multiplies = 5 if self.is_bwd else 2
         moved = num_tasks * num_rows * plan.dim * row_bytes
         return pl.CostEstimate(flops=2 * multiplies * pairs * plan.dim, transcendentals=pairs, bytes_accessed=moved)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Run:
+    """Runs a kernel, also on arrays that `jax.vmap` maps, which Pallas does not support for arrays in HBM."""
+
+    call: _Call
+    num_plain: int
+    has_prior: bool
+
+    def __call__(self, *given: Array) -> list[Array]:
+        return self.call.run(*given, num_plain=self.num_plain, has_prior=self.has_prior)
+
+    def mapped(self, axes: Sequence[int | None]) -> Callable[..., list[Array]]:
+        """Returns the function for arrays with one more first axis, except where `axes` has None."""
+        return functools.partial(self._run_mapped, tuple(axes))
+
+    def _run_mapped(self, axes: tuple[int | None, ...], *given: Array) -> list[Array]:
+        size = given[-1].shape[0]  # sums are always mapped
+        scalars = [x if axis is None else x[0] for x, axis in zip(given[:3], axes, strict=False)]  # all alike
+        arrays = [
+            jnp.broadcast_to(x, (size, *x.shape)) if axis is None else x
+            for x, axis in zip(given[3:], axes[3:], strict=True)
+        ]
+        merged = [x.reshape(-1, *x.shape[2:]) for x in arrays]
+        run = dataclasses.replace(self, call=self.call.for_batch(size))
+        return [x.reshape(size, -1, *x.shape[1:]) for x in run(*scalars, *merged)]
+
+
+def _run(
+    call: _Call,
+    operands: Operands,
+    arrays: Sequence[Array],
+    *,
+    plain: Sequence[Array],
+    sums: Sequence[Array],
+    numbers: Sequence[Array],
+    has_prior: bool,
+) -> tuple[list[Array], list[Array]]:
+    """Runs a kernel on dense arrays and sums, and on numbers per row, and returns the updated sums and numbers."""
+    rate = operands.rows.rate
+    view = lambda x: x.reshape(x.shape[0], x.shape[1] // rate, rate, -1, x.shape[-1])  # noqa: E731
+    ranges = pair_ranges(operands, call.config)[0][:1]
+    if call.is_bwd:
+        ranges = call.config.q_block_ranges(ranges)
+    scalars = jnp.asarray(operands.rows.offsets), jnp.zeros((3,), jnp.int32), ranges
+    given = *scalars, *map(view, arrays), *plain, *map(view, sums), *numbers
+    run = _Run(call, len(plain), has_prior)
+    found = run(*given) if call.config.interpret else on_its_platform("tpu", run, *given, sums=len(sums) + len(numbers))
+    return [x.reshape(y.shape) for x, y in zip(found, sums, strict=False)], list(found[len(sums) :])
 
 
 def _are_pairs_alike(offsets: Any) -> bool:  # noqa: ANN401
