@@ -102,7 +102,7 @@ def _measure(compiler: Compiler, case: Case, *, is_bwd: bool) -> Moved:
 
     operands, config = _operands(compiler, case)
     dense = (operands.query, *operands.kv)
-    wide, numbers = [compiler.array(x.shape, "float32") for x in dense], compiler.array(dense[0].shape[:-1], "float32")
+    wide, numbers = [compiler.array(x.shape, "float32") for x in dense], compiler.array((HEADS, LENGTH), "float32")
     sums = tuple(wide) if is_bwd else (wide[0], numbers)
     given = (operands.query, numbers, numbers) if is_bwd else ()
     outside = []
@@ -178,11 +178,14 @@ def _attend(
     from ringjax._src.online_softmax import PartialSoftmax  # noqa: PLC0415
 
     operands = operands._replace(query=dense[0], kv=dense[1:])
+    by_position = lambda x: x.T.reshape(1, LENGTH, HEADS, 1)  # noqa: E731 - as arguments, numbers would be padded
     if is_bwd:
+        given = (given[0], *map(by_position, given[1:]))
         attend = functools.partial(attend_bwd_packed, calls.attend_bwd) if is_packed else calls.attend_bwd
         return attend(Grads(sums[0], sums[1:]), operands, Residuals(*given), config)
     attend = functools.partial(attend_packed, calls.attend) if is_packed else calls.attend
-    return attend(PartialSoftmax(*sums), operands, config)
+    out, lse = attend(PartialSoftmax(sums[0], by_position(sums[1])), operands, config)
+    return out, lse.reshape(LENGTH, HEADS).T
 
 
 # ---------------------------------------------------------------------------------------------------------- the report

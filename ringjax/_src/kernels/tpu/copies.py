@@ -255,8 +255,13 @@ class Sums:
 
 def begin(program: Array, plan: Plan, inputs: Sequence[Input], sums: Sequence[Sums], *, has_prior: bool) -> None:
     """Starts to copy the rows of the next program, and waits for those of this one."""
-    pl.when(program >= 2)(lambda: [x.wait_for_writes(program - 2) for x in sums] and None)
-    every = [*inputs, *(sums if has_prior else ())]
+
+    @pl.when(program >= 2)
+    def _() -> None:
+        for copies in sums:
+            copies.wait_for_writes(program - 2)
+
+    every: list[Input | Sums] = [*inputs, *(sums if has_prior else ())]
     for period in sorted({x.copier.period for x in every}):
         begin_unit = functools.partial(_begin_unit, program, plan, [x for x in every if x.copier.period == period])
         if period == 1:

@@ -324,13 +324,14 @@ def _kernel(offsets: Ref, chunks: Ref, ranges: Ref, *refs: Ref, call: _Call, has
 
     # One step needs no condition, and the compiler schedules all of it together; XLA:CPU refuses that for bfloat16.
     has_one_step = call.config.query_blocks == call.config.key_blocks == 1 and not call.config.interpret
-    when = lambda condition: (lambda run: run()) if has_one_step else pl.when(condition)  # noqa: E731
+    when = lambda condition, run: run() if has_one_step else pl.when(condition)(run)  # noqa: E731
 
-    @when((outer == 0) & (inner == 0))
-    def _() -> None:
+    def start() -> None:
         begin(program, call.plan, inputs, sums, has_prior=has_prior)
         for copies in inputs:
             copies.unpack(program)
+
+    when((outer == 0) & (inner == 0), start)
 
     input_views, sum_views = (
         [x.view(program, query_block if x.copier.group.is_query else key_block) for x in every]
@@ -352,7 +353,8 @@ def _kernel(offsets: Ref, chunks: Ref, ranges: Ref, *refs: Ref, call: _Call, has
         first_axis=1,
     )
 
-    @when((outer == pl.num_programs(2) - 1) & (inner == pl.num_programs(3) - 1))
-    def _() -> None:
+    def end() -> None:
         for copies in sums:
             copies.end(program)
+
+    when((outer == pl.num_programs(2) - 1) & (inner == pl.num_programs(3) - 1), end)
