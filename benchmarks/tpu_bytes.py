@@ -1,7 +1,8 @@
 """Reports the HBM bytes of dilated local branches on TPU, and fails if rows that are read in place move too many.
 
 For every case, one branch is compiled for one device, on top of the results of an earlier branch, which it updates:
-reading rows in place, and packing them first. Bytes outside of kernels are those that the compiler accounts for. Those
+reading rows in place, and packing them first. Bytes outside of kernels are those that the compiler accounts for, which include arrays
+that it keeps in VMEM: in place, those are numbers per row. Those
 of the kernels in place are the sizes of their DMAs, which must be in the compiler's dump, times how often each runs.
 Those of kernels for packed rows are counted from their grids. The minimum is every selected row and every earlier
 result read once, and every result written once.
@@ -40,7 +41,7 @@ MIB = 2**20
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A branch and the most that it may move, relative to the minimum."""
+    """A branch and the most that its kernels may move, relative to the minimum."""
 
     rate: int
     rows: int  # of a segment
@@ -50,14 +51,16 @@ class Case:
     gradient_limit: float
 
 
+TO_PACKED_LIMIT = 0.25
+
 # A 32-bit word holds two bfloat16 heads. If they select other rows, inputs are read twice.
 CASES = [
-    Case(4, 4096, "bfloat16", "mod", 1.5, 1.45),
-    Case(16, 4096, "bfloat16", "mod", 1.5, 1.45),
-    Case(4, 4096, "bfloat16", "none", 1.1, 1.1),
-    Case(4, 2048, "float32", "mod", 1.1, 1.1),
-    Case(16, 2048, "float32", "mod", 1.1, 1.1),
-    Case(1, 2048, "bfloat16", "mod", 1.1, 1.1),
+    Case(4, 4096, "bfloat16", "mod", 1.5, 1.3),
+    Case(16, 4096, "bfloat16", "mod", 1.5, 1.3),
+    Case(4, 4096, "bfloat16", "none", 1.05, 1.05),
+    Case(4, 2048, "float32", "mod", 1.05, 1.05),
+    Case(16, 2048, "float32", "mod", 1.05, 1.05),
+    Case(1, 2048, "bfloat16", "mod", 1.05, 1.05),
 ]
 
 
@@ -75,8 +78,13 @@ class Moved:
 
     @property
     def ratio(self) -> float:
-        """Bytes over the minimum."""
-        return (self.kernel + self.outside) / self.least
+        """Bytes of the kernel over the minimum."""
+        return self.kernel / self.least
+
+    @property
+    def to_packed(self) -> float:
+        """Bytes of the whole program over those with packed rows."""
+        return (self.kernel + self.outside) / (self.packed_kernel + self.packed_outside)
 
     @property
     def limit(self) -> float:
@@ -196,14 +204,13 @@ def table(generation: str, found: list[Moved]) -> Table:
     shown = Table(title=f"{generation}: MiB", box=rich.box.SIMPLE_HEAD)
     for title in ("rate", "rows", "dtype", "offsets", "pass"):
         shown.add_column(title)
-    for title in ("minimum", "kernel", "outside", "ratio", "limit", "packed: kernel", "outside", "ratio"):
+    for title in ("minimum", "kernel", "outside", "ratio", "limit", "packed: kernel", "outside", "in place / packed"):
         shown.add_column(title, justify="right")
     for x in found:
         names = x.case.rate, x.case.rows, x.case.dtype, x.case.offsets, "gradient" if x.is_bwd else "forward"
-        packed = (x.packed_kernel + x.packed_outside) / x.least
         sizes = [f"{size / MIB:.0f}" for size in (x.least, x.kernel, x.outside, x.packed_kernel, x.packed_outside)]
         ratios = f"{x.ratio:.2f}", f"{x.limit:.2f}"
-        shown.add_row(*map(str, names), *sizes[:3], *ratios, *sizes[3:], f"{packed:.2f}")
+        shown.add_row(*map(str, names), *sizes[:3], *ratios, *sizes[3:], f"{x.to_packed:.2f}")
     return shown
 
 
@@ -232,7 +239,7 @@ def main() -> None:
     console.print(", ".join(f"{x} {importlib.metadata.version(x)}" for x in ("jax", "libtpu")), highlight=False)
     found = run(options.target)
     console.print(table(options.target, found))
-    if any(x.ratio > x.limit for x in found):
+    if any(x.ratio > x.limit or x.to_packed > TO_PACKED_LIMIT for x in found):
         console.print("FAILED: a ratio exceeds its limit.")
         sys.exit(1)
     console.print("All checks passed.")
