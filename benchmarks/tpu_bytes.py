@@ -1,11 +1,11 @@
 """Reports the HBM bytes of dilated local branches on TPU, and fails if rows that are read in place move too many.
 
 For every case, one branch is compiled for one device, on top of the results of an earlier branch, which it updates:
-reading rows in place, and packing them first. Bytes outside of kernels are those that the compiler accounts for, which include arrays
-that it keeps in VMEM: in place, those are numbers per row. Those
-of the kernels in place are the sizes of their DMAs, which must be in the compiler's dump, times how often each runs.
-Those of kernels for packed rows are counted from their grids. The minimum is every selected row and every earlier
-result read once, and every result written once.
+reading rows in place, and packing them first. Bytes outside of kernels are those that the compiler accounts for, which
+include arrays that it keeps in VMEM: in place, those are numbers per row. Those of the kernels in place are the sizes
+of their DMAs, which must be in the compiler's dump, times how often each runs. Those of kernels for packed rows are
+counted from their grids. The minimum is every selected row and every earlier result read once, and every result
+written once.
 
     python benchmarks/tpu_bytes.py              # `make aot-tpu` also installs the compiler
     python benchmarks/tpu_bytes.py --target v6e
