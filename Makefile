@@ -74,6 +74,7 @@ million: $(VENV)/ready
 # compile rings ahead of time for TPU and GPU topologies; each compiler is installed in its own environment
 aot-tpu: .venv-aot-tpu-$(VERSION)/ready
 	$(if $(AOT),,.venv-aot-tpu-$(VERSION)/bin/python benchmarks/tpu_costs.py)
+	$(if $(AOT),,.venv-aot-tpu-$(VERSION)/bin/python benchmarks/tpu_bytes.py)
 	$(if $(AOT),,.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot_sharding.py --target v5e:2x4)
 	$(if $(AOT),,.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot_slide.py --target v5e:4x4 --dtype bfloat16)
 	.venv-aot-tpu-$(VERSION)/bin/python benchmarks/aot.py tpu $(AOT)

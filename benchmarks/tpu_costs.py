@@ -36,10 +36,11 @@ TOPOLOGIES = {"v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 HEAD_DIM = 128
 TILE = 128 * 128  # pairs
 
-# Limits of ringjax / splash, 2 to 4% above the ratios with jax 0.10.2 and libtpu 0.0.42.1.
+# Limits of ringjax / splash, 2 to 5% above the ratios with jax 0.10.2 and libtpu 0.0.42.1; with jax 0.12.0 and libtpu
+# 0.0.50.1, the forward ratios are 0.86 on v5e and v5p.
 STEP_LIMITS = {
-    "v5e": {"forward": 0.86, "gradient": 1.01},
-    "v5p": {"forward": 0.86, "gradient": 1.01},
+    "v5e": {"forward": 0.88, "gradient": 1.01},
+    "v5p": {"forward": 0.88, "gradient": 1.01},
     "v6e": {"forward": 0.82, "gradient": 0.88},
 }
 # The same of cycles per useful tile with short rows, to splash with its best blocks.

@@ -31,7 +31,8 @@ def on_its_platform(platform: str, call: Callable[..., Sequence[Array]], *arrays
 
     Args:
         platform: ``"tpu"``, ``"cuda"`` or ``"cpu"``.
-        call: Returns arrays with the shapes and dtypes of its last `sums` arguments. It must not close over arrays.
+        call: Returns arrays with the shapes and dtypes of its last `sums` arguments. It must not close over arrays. If
+            it has a method ``mapped(in_axes)``, that replaces `jax.vmap`.
         *arrays: Its arguments.
         sums: Number of its results.
     """
@@ -75,7 +76,7 @@ def _batch_kernel(
 # cached, because JAX finds compiled programs by the identity of the function
 @functools.lru_cache(maxsize=256)
 def _mapped(call: Callable[..., Sequence[Array]], in_axes: tuple[int | None, ...]) -> Callable[..., Sequence[Array]]:
-    return jax.vmap(call, in_axes=in_axes)
+    return call.mapped(in_axes) if hasattr(call, "mapped") else jax.vmap(call, in_axes=in_axes)
 
 
 def _no_derivative(*_: Any, **__: Any) -> NoReturn:  # noqa: ANN401

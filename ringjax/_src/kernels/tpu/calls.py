@@ -1,6 +1,6 @@
-"""Calls the TPU kernels: packs rows, and defines grids and blocks.
+"""Calls the TPU kernels for packed rows, and defines their grids and blocks.
 
-A TPU kernel reads whole tiles, so dense operands are packed first; docs/kernels.md compares the alternatives.
+Dense operands are read in place if they can be (`in_place`), and packed first otherwise.
 """
 
 from __future__ import annotations
@@ -29,12 +29,11 @@ from ringjax._src.kernels.blocks import (
 from ringjax._src.kernels.interface import AttendConfig, Backend, Case, Grads, Limits, Operands, Residuals, case_of
 from ringjax._src.kernels.packing import attend_bwd_packed, attend_packed
 from ringjax._src.kernels.platform import on_its_platform
+from ringjax._src.kernels.tpu import in_place
 from ringjax._src.kernels.tpu.kernels import LOG2_E, forward_kernel, gradient_kernel
-from ringjax._src.kernels.tpu.tiling import LANES, Tiling, tiling
+from ringjax._src.kernels.tpu.tiling import LANES, VMEM_BYTES, Tiling, tiling
 from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.vma import shaped_like
-
-_VMEM_BYTES = 48 * 2**20  # at most, for a kernel; every generation has 64 MiB or more
 
 LIMITS = Limits(("bfloat16", "float32"), min_dim=16, min_rows=16, min_block=128)  # blocks of the lanes of a register
 
@@ -43,9 +42,11 @@ Which = Literal["query", "key"]
 
 def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> PartialSoftmax:
     """Merges the attention of the selected rows into `prior`, float32."""
-    if operands.pairs is None:
-        return attend_packed(attend, prior, operands, config)
     kernel = _kernel_config(operands, config, is_bwd=False)
+    if operands.pairs is None:
+        if in_place.why_packed(operands, kernel, is_bwd=False):
+            return attend_packed(attend, prior, operands, config)
+        return in_place.attend(prior, operands, kernel, has_prior=not config.is_prior_empty)
     tiles, has_prior = tiling(kernel, operands.batch), _has_prior(operands, config)
     for rows in _packed_rows(operands, kernel):
         prior, has_prior = forward(prior, rows, config=kernel, tiles=tiles, has_prior=has_prior), True
@@ -54,9 +55,11 @@ def attend(prior: PartialSoftmax, operands: Operands, config: AttendConfig) -> P
 
 def attend_bwd(grads: Grads, operands: Operands, residuals: Residuals, config: AttendConfig) -> Grads:
     """Adds the gradients of the selected rows to `grads`, float32."""
-    if operands.pairs is None:
-        return attend_bwd_packed(attend_bwd, grads, operands, residuals, config)
     kernel = _kernel_config(operands, config, is_bwd=True)
+    if operands.pairs is None:
+        if in_place.why_packed(operands, kernel, is_bwd=True):
+            return attend_bwd_packed(attend_bwd, grads, operands, residuals, config)
+        return in_place.attend_bwd(grads, operands, residuals, kernel, has_prior=not config.is_prior_empty)
     tiles, has_prior = tiling(kernel, operands.batch), _has_prior(operands, config)
     dq, (dkv,) = grads
     given = _output_grads(residuals, config.output_divisor)
@@ -299,7 +302,7 @@ class Call(NamedTuple):
             ),
             input_output_aliases={first + i: i for i in range(len(self.sums))} if has_prior else {},
             compiler_params=pltpu.CompilerParams(
-                dimension_semantics=("parallel", outer, "arbitrary"), vmem_limit_bytes=_VMEM_BYTES
+                dimension_semantics=("parallel", outer, "arbitrary"), vmem_limit_bytes=VMEM_BYTES
             ),
             cost_estimate=self.specs.cost(self.multiplies, self.rows.query.dtype.itemsize),
             name=f"ringjax_{self.name}",

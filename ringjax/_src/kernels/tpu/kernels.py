@@ -35,6 +35,7 @@ def forward_kernel(
     config: KernelConfig,
     tiling: Tiling,
     has_prior: bool,
+    first_axis: int = 0,
 ) -> None:
     """Merges the attention of a query block to its key blocks into the prior output and lse.
 
@@ -43,7 +44,7 @@ def forward_kernel(
     """
     *inputs, out, lse, acc, maximum, denominator = refs
     mask_inputs, priors = (inputs[:-2], inputs[-2:]) if has_prior else (inputs, ())
-    step = _grid_step(ranges, config, tiling, inner_offset=None)
+    step = _grid_step(ranges, config, tiling, inner_offset=None, first_axis=first_axis)
 
     def begin() -> None:
         if not priors:
@@ -92,7 +93,7 @@ def forward_kernel(
     pl.when(step.nth == 0)(begin)
     _run_in_range(scores_of, attend, step, config, tiling)
 
-    @pl.when(step.nth == pl.num_programs(2) - 1)
+    @pl.when(step.is_last_inner)
     def _() -> None:
         for task in range(tiling.tasks):
             total = denominator[task].sum(axis=1, keepdims=True)
@@ -110,6 +111,7 @@ def gradient_kernel(
     config: KernelConfig,
     tiling: Tiling,
     has_prior: bool,
+    first_axis: int = 0,
 ) -> None:
     """Adds the gradients of queries, keys and values to the prior ones, with five products per tile.
 
@@ -119,7 +121,7 @@ def gradient_kernel(
     *inputs, dq, dkv, dq_sum, dk_sum, dv_sum = refs
     inputs, priors = (inputs[:-2], inputs[-2:]) if has_prior else (inputs, ())
     *mask_inputs, dout, stats = inputs
-    step = _grid_step(ranges, config, tiling, inner_offset=chunks[2])
+    step = _grid_step(ranges, config, tiling, inner_offset=chunks[2], first_axis=first_axis)
     num_query_rows = config.num_rows * config.q_per_kv
 
     is_once = not has_prior and config.query_blocks == config.key_blocks == 1
@@ -176,12 +178,12 @@ def gradient_kernel(
 
     _run_in_range(scores_of, attend, step, config, tiling)
 
-    @pl.when(step.nth == pl.num_programs(2) - 1)
+    @pl.when(step.is_last_inner)
     def _() -> None:
         for i, found in enumerate((dk_sum[...] * config.scale, dv_sum[...])):
             dkv[i, :, 0] = priors[1][i, :, 0] + found if priors else found
 
-    @pl.when((step.outer_block == pl.num_programs(1) - 1) & (step.query_block < config.query_blocks))
+    @pl.when(step.is_last_outer & (step.query_block < config.query_blocks))
     def _() -> None:
         found = dq_sum[:, step.nth] * config.scale
         dq[:, 0] = priors[0][:, 0] + found if priors else found
@@ -197,6 +199,8 @@ class _GridStep(NamedTuple):
     is_in_range: Array  # whether the inner block is in the range of any task
     whole: Array  # boundary between blocks that need a mask and blocks that do not, see `blocks`
     row_counts: list[Array]  # key rows of each task
+    is_last_outer: Array  # whether the outer block is the last of its task
+    is_last_inner: Array  # whether the step is the last of its outer block
 
     @property
     def query_block(self) -> Array:
@@ -230,13 +234,21 @@ class Tile(NamedTuple):
         return slice(0, self.num_keys)
 
 
-def _grid_step(ranges: Any, config: KernelConfig, tiling: Tiling, inner_offset: Array | None) -> _GridStep:  # noqa: ANN401
-    """Returns the current grid step.
+def _grid_step(
+    ranges: Any,  # noqa: ANN401
+    config: KernelConfig,
+    tiling: Tiling,
+    *,
+    inner_offset: Array | None,
+    first_axis: int,
+) -> _GridStep:
+    """Returns the current grid step, where tasks, outer blocks and inner blocks are the grid axes from `first_axis` on.
 
     Without `inner_offset`, the inner blocks are those of the range, from its first one on. With it, they are all blocks
     from that one on.
     """
-    program, outer_block, nth = (pl.program_id(i) for i in range(3))
+    program, outer_block, nth = (pl.program_id(first_axis + i) for i in range(3))
+    is_last = (outer_block == pl.num_programs(first_axis + 1) - 1, nth == pl.num_programs(first_axis + 2) - 1)
     heads = [quotient(program * tiling.tasks + i, config.tasks_per_head) for i in range(tiling.tasks)]
     starts, ends, row_counts = ([ranges[head, i, outer_block] for head in heads] for i in (0, 2, 3))
     whole = ranges[heads[0], 1, outer_block]
@@ -245,7 +257,7 @@ def _grid_step(ranges: Any, config: KernelConfig, tiling: Tiling, inner_offset: 
         inner_block = inner_offset + nth
     in_range = [(start <= inner_block) & (inner_block < end) for start, end in zip(starts, ends, strict=True)]
     is_in_range = functools.reduce(operator.or_, in_range)
-    return _GridStep(nth, outer_block, inner_block, inner_offset is None, is_in_range, whole, row_counts)
+    return _GridStep(nth, outer_block, inner_block, inner_offset is None, is_in_range, whole, row_counts, *is_last)
 
 
 def _run_in_range(

@@ -13,6 +13,7 @@ import jax
 from ringjax._src.kernels.blocks import KernelConfig
 
 LANES = 128  # of a vector register
+VMEM_BYTES = 48 * 2**20  # at most, for a kernel; every generation has 64 MiB or more
 _FOLDED_ROWS = 1024  # query rows of a grid step that several tasks fill
 
 
