@@ -33,12 +33,17 @@ struct Running {
       store<A>(max + j, new_max);
       const Floats<A> finite = new_max > -std::numeric_limits<A>::infinity() ? new_max : Floats<A>{};
       const Floats<A> decay = exponential(old_max - finite);
-      Floats<A> sum{};
-      for (int64_t i = 0; i < num; ++i) {
+      Floats<A> sums[4] = {};  // short sums round less than one long sum
+      const auto add = [&](int64_t i, Floats<A>& sum) {
         const Floats<A> weight = exponential(load<A>(scores + i * kTile + j) - finite);
         store<A>(scores + i * kTile + j, weight);
         sum += weight;
-      }
+      };
+      int64_t i = 0;
+      for (; i + 4 <= num; i += 4)
+        for (int k = 0; k < 4; ++k) add(i + k, sums[k]);
+      for (; i < num; ++i) add(i, sums[i % 4]);
+      const Floats<A> sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
       store<A>(denominator + j, load<A>(denominator + j) * decay + sum);
       store<A>(decays + j, decay);
       for (int lane = 0; lane < kLanes<A>; ++lane) is_rescaled |= decay[lane] != 1;
