@@ -46,7 +46,7 @@ def why_packed(operands: Operands, config: KernelConfig, *, is_bwd: bool) -> str
         "segments must be whole and alike": rows.is_aligned and not rows.has_empty_heads,
         "the rate must divide the length and the segments": not any(x % rows.rate for x in positions),
         "segment ids and dropout need packed rows": operands.query_ids is None and operands.hashes is None,
-        f"the head dim must be a multiple of {LANES}": dim % LANES == 0,
+        f"the head dim must be {LANES}": dim == LANES,  # Mosaic has no strided loads of wider rows
         "the branch must have all heads": has_all_heads,
         "16-bit heads must form pairs": not is_narrow or (heads % 2 == 0 and (q_per_kv == 1 or q_per_kv % 2 == 0)),
         "rows must fill whole tiles": rows.num_rows % 16 == 0,
@@ -179,7 +179,7 @@ class _Call:
             num_plain: How many arrays of numbers the kernel reads only.
             has_prior: Whether the sums have values that the kernel must read.
         """
-        in_hbm, num_scalars = pl.BlockSpec(memory_space=pl.ANY), 3
+        in_hbm, num_scalars = pl.BlockSpec(memory_space=pltpu.HBM), 3
         num_dense, num_sums = (sum(x.arrays for x in groups) for groups in (self.inputs, self.sums))
         first = num_scalars + num_dense + num_plain
         plain, updated = given[first - num_plain : first], given[first:]
