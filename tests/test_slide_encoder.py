@@ -176,11 +176,22 @@ def batch_of(lengths, fill=np.nan):
     return tiles, coordinates
 
 
-@pytest.mark.parametrize("pool", ["mean", pytest.param("cls", marks=pytest.mark.slow)])
-def test_a_slide_gives_the_same_outputs_in_a_batch_and_alone(pool):
-    lengths = np.array([1, 60, 150, 255])
+SHORT, LONG = torchscale_pattern((32, 256), (1, 4)), None  # None is the pattern of GigaPath
+
+
+@pytest.mark.parametrize(
+    ("pool", "lengths", "pattern"),
+    [
+        ("mean", [1, 60, 150, 255], SHORT),
+        pytest.param("cls", [1, 60, 150, 255], SHORT, marks=pytest.mark.slow),
+        pytest.param("mean", [300, 1100, 2300, 4000], LONG, marks=pytest.mark.slow),
+    ],
+)
+def test_a_slide_gives_the_same_outputs_in_a_batch_and_alone(pool, lengths, pattern):
+    lengths = np.array(lengths)
     tiles, coordinates = batch_of(lengths)
-    encode = functools.partial(small_encoder(), pool=pool, all_layers=True, return_tiles=True)
+    encoder = load(WEIGHTS, np.float32, pattern=pattern)
+    encode = functools.partial(encoder, pool=pool, all_layers=True, return_tiles=True)
     together = encode(tiles, coordinates, lengths)
     for i, length in enumerate(lengths):
         alone = encode(tiles[i : i + 1, :length], coordinates[i : i + 1, :length])
