@@ -6,7 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import QUICK, Case, assert_equals_oracle, low_precision_errors, slow_unless
+from cases import QUICK, Case, assert_equals_oracle, error, low_precision_errors, slow_unless
 from jax import export
 
 import ringjax as rj
@@ -78,6 +78,14 @@ def test_pairs_of_bfloat16_heads_are_at_most_twice_as_inaccurate_as_the_naive_co
     assert (ours > 0).all()
     assert ours[0] <= 2 * naive[0]
     assert (ours[1:] <= 3 * naive[1:]).all(), (ours, naive)
+
+
+def test_single_step_of_bfloat16_rows_is_interpreted():
+    q, k, v = (jax.random.normal(jax.random.key(i), (1, 256, 2, 128), jnp.bfloat16) for i in range(3))
+    pattern = rj.DilationPattern((256,), (2,))
+    out = rj.dilated_attention(q, k, v, pattern, implementation="interpret_tpu")
+    exact = rj.reference_attention(*(x.astype(jnp.float32) for x in (q, k, v)), pattern)
+    assert error(out.astype(jnp.float32), exact) < 5e-3
 
 
 @pytest.mark.parametrize("is_mapped", [pytest.param(False, marks=pytest.mark.slow, id="batch"), True])

@@ -91,6 +91,12 @@ class KernelConfig:
         """Whether any block has a masked pair."""
         return self.is_causal or self.is_ragged or bool(self.mask_rules)
 
+    def dot(self, a: Array, b: Array, a_axis: int, b_axis: int) -> Array:
+        """Multiplies matrices with float32 accumulation; XLA:CPU does not multiply 16-bit ones everywhere."""
+        if self.interpret:
+            a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return dot(a, b, a_axis, b_axis)
+
     def attends(
         self, row: Array, column: Array, count: Array, query_inputs: Sequence[Array], key_inputs: Sequence[Array]
     ) -> Array:

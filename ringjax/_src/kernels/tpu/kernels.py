@@ -20,7 +20,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 
 from ringjax._src.indexing import ceil_div, quotient
-from ringjax._src.kernels.blocks import KernelConfig, dot
+from ringjax._src.kernels.blocks import KernelConfig
 from ringjax._src.kernels.tpu.tiling import LANES, Tiling
 
 LOG2_E = math.log2(math.e)
@@ -61,7 +61,7 @@ def forward_kernel(
         return _zero_past_end(kv[which, tile.task, 0, tile.keys], step.key_block, config.num_rows, config.blocks.key)
 
     def scores_of(tile: Tile) -> Array:
-        scores = dot(q[tile.task, 0, tile.rows], keys_or_values(0, tile), 1, 1) * (config.scale * LOG2_E)
+        scores = config.dot(q[tile.task, 0, tile.rows], keys_or_values(0, tile), 1, 1) * (config.scale * LOG2_E)
         if not tile.is_masked:
             return scores
         return jnp.where(_mask(config, step, mask_inputs, tile, is_transposed=False), scores, -jnp.inf)
@@ -76,14 +76,14 @@ def forward_kernel(
         shares = (weights[:, i : i + LANES] for i in range(0, weights.shape[1], LANES))
         maximum[task, rows], denominator[task, rows] = new, sum(shares, denominator[task, rows] * decay)
         prior = acc[task, rows] * _repeat_lanes(decay, acc.shape[-1])
-        acc[task, rows] = prior + dot(weights.astype(v.dtype), v, 1, 0)
+        acc[task, rows] = prior + config.dot(weights.astype(v.dtype), v, 1, 0)
 
     def attend_once(tile: Tile, scores: Array) -> None:
         top = scores.max(axis=1, keepdims=True)
         weights = jnp.exp2(scores - jnp.where(top == -jnp.inf, 0.0, top))
         total, v = weights.sum(axis=1, keepdims=True), keys_or_values(1, tile)
         total = jnp.where(total == 0, 1.0, total)
-        out[tile.task, 0, tile.rows] = dot(weights.astype(v.dtype), v, 1, 0) * (1 / total)
+        out[tile.task, 0, tile.rows] = config.dot(weights.astype(v.dtype), v, 1, 0) * (1 / total)
         lse[tile.task, 0, :, tile.rows] = _to_row(top * (1 / LOG2_E) + jnp.log(total))
 
     if not has_prior and config.key_blocks == 1:
@@ -134,7 +134,7 @@ def gradient_kernel(
         return _zero_past_end(rows, step.query_block, num_query_rows, size, tile.first_row)
 
     def scores_of(tile: Tile) -> Array:
-        scores = dot(keys_or_values(0, tile), queries(q, tile), 1, 1) * (config.scale * LOG2_E)
+        scores = config.dot(keys_or_values(0, tile), queries(q, tile), 1, 1) * (config.scale * LOG2_E)
         if not tile.is_masked:
             return scores
         return jnp.where(_mask(config, step, mask_inputs, tile, is_transposed=True), scores, -jnp.inf)
@@ -148,9 +148,9 @@ def gradient_kernel(
             lse, delta = jnp.where(exists, lse, jnp.inf), jnp.where(exists, delta, 0.0)
         (k, v), q_rows, dout_rows = (keys_or_values(i, tile) for i in (0, 1)), queries(q, tile), queries(dout, tile)
         probs = jnp.exp2(scores - lse)
-        dscores = (probs * (dot(v, dout_rows, 1, 1) - delta)).astype(k.dtype)
-        dv_rows, dk_rows = dot(probs.astype(dout_rows.dtype), dout_rows, 1, 0), dot(dscores, q_rows, 1, 0)
-        dq_rows = dot(k, dscores, 0, 0).T if tiling.has_wide_units else dot(dscores, k, 0, 0)
+        dscores = (probs * (config.dot(v, dout_rows, 1, 1) - delta)).astype(k.dtype)
+        dv_rows, dk_rows = config.dot(probs.astype(dout_rows.dtype), dout_rows, 1, 0), config.dot(dscores, q_rows, 1, 0)
+        dq_rows = config.dot(k, dscores, 0, 0).T if tiling.has_wide_units else config.dot(dscores, k, 0, 0)
         if not is_once:
             dv_sum[task, keys] += dv_rows
             dk_sum[task, keys] += dk_rows
