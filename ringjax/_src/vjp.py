@@ -107,7 +107,7 @@ def backward(spec: AttentionSpec, saved: Saved, dout: Array, dlse: Array | None)
     dq, dk, dv = (jnp.zeros_like(x, dtype=lse.dtype) for x in shard[:3])
     grads = Grads(dq, (dk, dv))
     for branch, rows, started in zip(branches, kept, in_flight, strict=True):
-        order = functools.partial(after, done=(in_flight, grads), axis_name=axis_name)
+        order = functools.partial(after, done=in_flight, axis_name=axis_name)
         sent, residuals = order(started), residuals._replace(lse=order(residuals.lse))
         with jax.named_scope(f"{branch.name}_bwd"):
             grads = branch.finish_bwd(shard, residuals, rows, sent, grads)

@@ -143,8 +143,8 @@ class SharedBranch(abc.ABC):
         sums = tuple(self.rows.view(x) for x in dense)
         if self.plan.pieces == 1 and not self.overlaps_pieces:
             sums = stages.collect(jnp.int32(0), in_flight, sums)
-        else:
-            sums = self._run(stages, in_flight, sums)
+        else:  # on CPU devices, an exchange continues when earlier branches have added their gradients
+            sums = self._run(stages, after(in_flight, sums, self.spec.axis_name), sums)
         dq, dk, dv = (self.rows.put_view(x, y) for x, y in zip(dense, sums, strict=True))
         return Grads(dq, (dk, dv))
 
