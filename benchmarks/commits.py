@@ -1,15 +1,17 @@
-"""Compares two checkouts of ringjax: time and compiled temporary memory, in interleaved runs.
+"""Compares checkouts of ringjax with an earlier one: time and compiled temporary memory, in interleaved runs.
 
     git worktree add /tmp/before COMMIT
-    python benchmarks/commits.py /tmp/before .            # `--quick` for a few cells
+    python benchmarks/commits.py /tmp/before .                # `--quick` for a few cells
+    python benchmarks/commits.py /tmp/before .:ring .:auto    # force or choose how devices share segments
 
-Every cell runs three workers in turn: the first checkout twice, which shows the noise, and the second one. A cell whose
-ratio exceeds 1.08 is repeated with three times the rounds.
+Every cell runs its workers in turn: the first checkout twice, which shows the noise, and each of the others. A cell in
+which a ratio exceeds 1.08 is repeated with three times the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import statistics
 import subprocess
@@ -42,12 +44,29 @@ class Cell(NamedTuple):
         return f"{where}, {kernels}, {self.case.length:,}, {self.case.mask}, {pass_name(self.grad)}"
 
 
+class Checkout(NamedTuple):
+    """A checkout to measure and the strategy of its rings."""
+
+    folder: Path
+    strategy: str
+
+    @classmethod
+    def parse(cls, text: str) -> Checkout:
+        """Parses `FOLDER` or `FOLDER:STRATEGY`."""
+        folder, _, strategy = text.partition(":")
+        return cls(Path(folder).resolve(), strategy or "auto")
+
+    @property
+    def name(self) -> str:
+        commit = subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=self.folder, text=True).strip()
+        return commit if self.strategy == "auto" else f"{commit}, {self.strategy}"
+
+
 class Measured(NamedTuple):
-    """Times of the second checkout and of the second run of the first, both relative to the first, and temp memory."""
+    """Time and temporary memory of a checkout relative to the first one."""
 
     ratio: float
     lower_quartile: float
-    noise: float
     memory: float
 
 
@@ -63,69 +82,73 @@ def cells(quick: bool) -> list[Cell]:
     return found
 
 
-def start_worker(checkout: Path, cell: Cell) -> Worker:
+def start_worker(checkout: Checkout, cell: Cell) -> Worker:
     """Starts a worker of a checkout."""
-    os.environ["PYTHONPATH"] = str(checkout)
+    os.environ["PYTHONPATH"] = str(checkout.folder)
     os.environ["RINGJAX_NATIVE"] = "1" if cell.is_native else "0"
-    return Worker(str(checkout / "benchmarks" / "jax_worker.py"), devices=cell.devices)
+    return Worker(str(checkout.folder / "benchmarks" / "jax_worker.py"), devices=cell.devices)
 
 
-def measure(workers: list[Worker], cell: Cell, rounds: int) -> Measured:
-    """Measures a cell in all workers, interleaved."""
+def measure(workers: list[Worker], checkouts: list[Checkout], cell: Cell, rounds: int) -> list[Measured]:
+    """Measures a cell in all workers, interleaved; returns the second run of the first checkout, then the others."""
     kind = "one device" if cell.devices == 1 else "ring"
     arguments = {"kind": kind, "case": cell.case.to_dict(), "grad": cell.grad, "size": cell.devices}
-    infos = [worker.request("prepare", key="cell", **arguments) for worker in workers]
+    infos = [
+        worker.request("prepare", key="cell", strategy=checkout.strategy, **arguments)
+        for worker, checkout in zip(workers, checkouts, strict=True)
+    ]
     times: list[list[float]] = [[] for _ in workers]
     for nth in range(rounds):
         for i in [(nth + j) % len(workers) for j in range(len(workers))]:
             times[i].append(workers[i].request("run", key="cell")["seconds"])
     for worker in workers:
         worker.request("drop", key="cell")
-    first, again, second = times
-    ratios = [b / a for a, b in zip(first, second, strict=True)]
-    medians = [statistics.median(x) for x in (first, again, second)]
-    memory = infos[2]["temp_bytes"] / max(1, infos[0]["temp_bytes"])
-    quartile = statistics.quantiles(ratios, n=4)[0]
-    both = statistics.median([*first, *again])
-    return Measured(medians[2] / both, quartile, medians[1] / medians[0], memory)
+    found = []
+    for nth, own in enumerate(times[1:]):
+        base = times[0] if nth == 0 else [*times[0], *times[1]]
+        quartile = statistics.quantiles([b / a for a, b in zip(times[0], own, strict=True)], n=4)[0]
+        memory = infos[nth + 1]["temp_bytes"] / max(1, infos[0]["temp_bytes"])
+        found.append(Measured(statistics.median(own) / statistics.median(base), quartile, memory))
+    return found
 
 
-def commit(checkout: Path) -> str:
-    return subprocess.check_output(["git", "rev-parse", "--short", "HEAD"], cwd=checkout, text=True).strip()
+def report(names: list[str], results: dict[str, list[Measured]]) -> Table:
+    """Builds the table: per cell the noise, then time, its lower quartile and memory of each checkout."""
+    table = Table(title=f"relative to {names[0]}", box=rich.box.SIMPLE_HEAD)
+    titles = [f"{name}: {what}" for name in names[1:] for what in ("time", "quartile", "memory")]
+    for title in ("program", "again", *titles):
+        table.add_column(title, justify="left" if title == "program" else "right")
+    rows = [[again.ratio, *itertools.chain.from_iterable(others)] for again, *others in results.values()]
+    for name, row in zip(results, rows, strict=True):
+        table.add_row(name, *(f"{x:.3f}" for x in row))
+    table.add_row("geometric mean", *(f"{geometric_mean(column):.3f}" for column in zip(*rows, strict=True)))
+    return table
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("before", type=Path)
-    parser.add_argument("after", type=Path)
+    parser.add_argument("before", type=Checkout.parse)
+    parser.add_argument("after", type=Checkout.parse, nargs="+")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--quick", action="store_true")
     options = parser.parse_args()
-    before, after = options.before.resolve(), options.after.resolve()
-    results: dict[str, Measured] = {}
+    checkouts = [options.before, options.before, *options.after]
+    results: dict[str, list[Measured]] = {}
     groups: dict[tuple[int, bool], list[Cell]] = {}
     for cell in cells(options.quick):
         groups.setdefault((cell.devices, cell.is_native), []).append(cell)
     for group in groups.values():
-        workers = [start_worker(checkout, group[0]) for checkout in (before, before, after)]
+        workers = [start_worker(checkout, group[0]) for checkout in checkouts]
         for cell in group:
-            found = measure(workers, cell, options.rounds)
-            if found.ratio > LIMIT:
-                found = measure(workers, cell, 3 * options.rounds)
+            found = measure(workers, checkouts, cell, options.rounds)
+            if max(x.ratio for x in found[1:]) > LIMIT:
+                found = measure(workers, checkouts, cell, 3 * options.rounds)
             results[cell.name] = found
-            print(
-                f"{cell.name}: {found.ratio:.3f} (again {found.noise:.3f}, memory {found.memory:.3f})", file=sys.stderr
-            )
+            ratios = ", ".join(f"{x.ratio:.3f} (memory {x.memory:.3f})" for x in found[1:])
+            print(f"{cell.name}: again {found[0].ratio:.3f}; {ratios}", file=sys.stderr)
         for worker in workers:
             worker.process.terminate()
-    table = Table(title=f"{commit(after)} relative to {commit(before)}", box=rich.box.SIMPLE_HEAD)
-    for title in ("program", "time", "lower quartile", "same checkout again", "temporary memory"):
-        table.add_column(title, justify="left" if title == "program" else "right")
-    for name, found in results.items():
-        table.add_row(name, *(f"{x:.3f}" for x in found))
-    means = [geometric_mean([getattr(x, field) for x in results.values()]) for field in Measured._fields]
-    table.add_row("geometric mean", *(f"{x:.3f}" for x in means))
-    Console(width=140).print(table)
+    Console(width=200).print(report([x.name for x in checkouts[1:]], results))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ speed of an accelerator. On accelerators the same command uses the available dev
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Iterator
 
@@ -68,25 +69,30 @@ def ring_sizes(bench: Bench) -> list[Table]:
     ]
 
 
+WAYS = ("auto", "auto again", "all_to_all", "ring", "all_gather")
+
+
+def strategy_row(bench: Bench, case: Case, size: int, grad: bool) -> dict:
+    """Measures each way to share segments on `size` devices, together with programs that do not share any."""
+    candidates = {
+        way: Candidate("ring", devices=size, options={"strategy": way.removesuffix(" again")}) for way in WAYS
+    }
+    candidates |= {"one": Candidate("one device"), "heads": Candidate("heads", devices=2)}
+    results = bench.measure(case, grad, candidates)
+    auto = results["auto"].median
+    best = min(results[name].median for name in ("one", "heads"))
+    row = {"tokens": case.length, "devices": size, "pass": pass_name(grad), "auto (s)": auto}
+    row |= {way: results[way].median / auto for way in WAYS[1:]}
+    return {**row, "auto / no ring": auto / best, "spread": max_spread(results)}
+
+
 def strategies(bench: Bench) -> Table:
     """Measures the time of each way to share segments relative to the automatic choice."""
-    ways = ("auto", "auto again", "all_to_all", "ring", "all_gather")
-    rows = []
-    for length in (16384,) if bench.quick else (32768, 131072):
-        case = ring_case(length)
-        for size in (8,) if bench.quick else (2, 4, 8):
-            for grad in (True,) if bench.quick else (False, True):
-                candidates = {
-                    way: Candidate("ring", devices=size, options={"strategy": way.removesuffix(" again")})
-                    for way in ways
-                }
-                candidates |= {"one": Candidate("one device"), "heads": Candidate("heads", devices=2)}
-                results = bench.measure(case, grad, candidates)
-                auto = results["auto"].median
-                best = min(results[name].median for name in ("one", "heads"))
-                row = {"tokens": length, "devices": size, "pass": pass_name(grad), "auto (s)": auto}
-                row |= {way: results[way].median / auto for way in ways[1:]}
-                rows.append({**row, "auto / no ring": auto / best, "spread": max_spread(results)})
+    lengths, sizes, grads = ((16384,), (8,), (True,)) if bench.quick else ((32768, 131072), (2, 4, 8), (False, True))
+    rows = [
+        strategy_row(bench, ring_case(length), size, grad)
+        for length, size, grad in itertools.product(lengths, sizes, grads)
+    ]
     notes = (
         "Time of each strategy divided by that of `strategy='auto'`, measured alternately: values below 1 are faster "
         "than the automatic choice; *auto again* shows the noise. Causal; 8 heads of 64; contiguous layout, zigzag for "
