@@ -157,8 +157,8 @@ def test_rows_are_read_in_place(fields):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"is_aligned": False}, "segments must be whole and alike"),
-        ({"has_empty_heads": True}, "segments must be whole and alike"),
+        ({"is_aligned": False}, "segments must be whole and every head must select rows"),
+        ({"has_empty_heads": True}, "segments must be whole and every head must select rows"),
         ({"length": 8194}, "the rate must divide the length and the segments"),
         ({"ids": True}, "segment ids and dropout need packed rows"),
         ({"dim": 64}, "the head dim must be 128"),

@@ -49,6 +49,7 @@ class RingCase(NamedTuple):
     ring_size: int = 4
     layout: str = "contiguous"
     strategy: str = "auto"
+    device: str = "cpu"  # whose plan is expected
 
     @property
     def ring(self) -> rj.Ring:
@@ -70,7 +71,7 @@ class RingCase(NamedTuple):
             is_causal=case.is_causal,
             strategy=self.strategy,
             has_segment_ids=case.ids,
-            device="cpu",
+            device=self.device,
         )
         return plan.branches
 

@@ -68,7 +68,7 @@ class Program:
         **options,
     ):
         dtype, is_causal = options.pop("dtype", "float32"), options.pop("is_causal", False)
-        implementation = options.pop("implementation", None)
+        implementation, device = options.pop("implementation", None), options.pop("device", "cpu")
         options = {"strategy": "ring", **options}
         mesh = ring_mesh(ring_size)
         ring = rj.Ring(mesh, **options)
@@ -98,7 +98,7 @@ class Program:
             is_causal=is_causal,
             dtype=dtype,
             has_segment_ids=ids,
-            device="cpu",
+            device=device,
             **options,
         )
 

@@ -11,9 +11,16 @@ If the number of devices is even, the last round uses one direction.
     i = 3   3  2, 4  1, 0
     i = 4   4  3, 0  2, 1
 
-In the backward pass, keys travel in one direction, gradients of keys rotate one hop behind them, and a last rotation
-returns them to the device of their keys: two directions would need a second set of accumulators. With one query head
-per key/value head, rotating the queries instead sends fewer bytes, and keys stay.
+In the backward pass, the sums of the gradients of keys follow them, one hop behind. In one direction, a last hop
+returns them to the device of their keys. In two directions, if the plan finds that faster, they return directly after
+the last round, from either side. The same ring; entries: the devices whose keys and sums are on device ``i``.
+
+    one direction                       two directions
+    round   0  1  2  3  4  home         round   0  1     2     home
+    i = 0   0  4  3  2  1  0            i = 0   0  4, 1  3, 2  0, 0
+    i = 1   1  0  4  3  2  1            i = 1   1  0, 2  4, 3  1, 1
+
+With one query head per key/value head, rotating the queries instead sends fewer bytes, and keys stay.
 """
 
 from __future__ import annotations
@@ -68,24 +75,19 @@ class RingBranch(SharedBranch):
 
         The *payload* rotates, its gradient follows one hop behind, and the gradient of the rows that stay accumulates.
         """
-        comm, last_hop, keys_move = self.comm, self.comm.ring_devices - 1, self.plan.moves == "keys"
-        me = comm.device()
-        zero_dq, zero_dkv = self.zero_grads(queries, keys)
+        keys_move, zeros = self.plan.moves == "keys", self.zero_grads(queries, keys)
+        payload: Payload = keys if keys_move else StackedQueries.stack(queries)
+        rotate_all = self._rotate_both_ways if self.plan.directions == 2 else self._rotate_one_way
+        stays, moves = rotate_all(HeldRows(queries, keys, *zeros), payload, zeros[0] if keys_move else zeros[1])
+        return (stays, moves) if keys_move else (moves, stays)
 
-        def attend_hop(
-            stays: Array, payload: Payload, hop: Array | int, *, is_own: bool = False
-        ) -> tuple[Array, Array]:
-            source = comm.source(hop)
-            if isinstance(payload, PackedKeys):
-                devices = {"query_device": me, "key_device": source}
-                return self.attend_chunks_bwd((stays, zero_dkv), queries, payload, **devices, is_own=is_own)
-            devices = {"query_device": source, "key_device": me}
-            dq, dkv = self.attend_chunks_bwd((zero_dq, stays), payload.unstack(), keys, **devices, is_own=is_own)
-            return dkv, dq
+    def _rotate_one_way(self, held: HeldRows, payload: Payload, stays: Array) -> tuple[Array, Array]:
+        """Returns the gradients of the rows that stay, and of those that rotate, which follow them home."""
+        comm, last_hop = self.comm, self.comm.ring_devices - 1
 
         def add_hop(payload: Payload, moves: Array, stays: Array, hop: Array | int) -> tuple[Array, Array]:
             arriving = comm.rotate(moves)
-            stays, share = attend_hop(stays, payload, hop)
+            stays, share = self._attend_hop(held, stays, payload, hop)
             return arriving + share, stays
 
         def step(carry: tuple[Payload, Array, Array], hop: Array) -> tuple[Payload, Array, Array]:
@@ -93,17 +95,69 @@ class RingBranch(SharedBranch):
             next_payload = comm.rotate(payload)
             return next_payload, *add_hop(payload, moves, stays, hop)
 
-        payload: Payload = keys if keys_move else StackedQueries.stack(queries)
         if last_hop == 0:
-            stays, moves = attend_hop(zero_dq if keys_move else zero_dkv, payload, 0, is_own=True)
-            return (stays, moves) if keys_move else (moves, stays)
+            return self._attend_hop(held, stays, payload, 0, is_own=True)
         in_flight = comm.rotate(payload)
-        stays, moves = attend_hop(zero_dq if keys_move else zero_dkv, payload, 0, is_own=True)
+        stays, moves = self._attend_hop(held, stays, payload, 0, is_own=True)
         in_flight, moves = lax.optimization_barrier((in_flight, moves))  # else XLA may send both together, after hop 0
         payload, moves, stays = scan_hops(step, (in_flight, moves, stays), 1, last_hop)
         moves, stays = add_hop(payload, moves, stays, last_hop)
-        moves = comm.rotate(moves)
-        return (stays, moves) if keys_move else (moves, stays)
+        return stays, comm.rotate(moves)
+
+    def _rotate_both_ways(self, held: HeldRows, payload: Payload, stays: Array) -> tuple[Array, Array]:
+        """Returns the gradients of the rows that stay, and of those that rotate, which come home from both sides."""
+        comm, num = self.comm, self.comm.ring_devices
+        both, is_even = (num - 1) // 2, num % 2 == 0  # rounds in which rows arrive from both sides
+        ahead = (1, -1)
+
+        def add_round(carry: InBothWays, hop: Array | int, to: tuple[int, ...] = ahead) -> InBothWays:
+            """Attends to what has arrived, and sends it on in the directions `to`."""
+            arrived, sums, stays = carry
+            sent = tuple(comm.rotate(x, way) for x, way in zip(arrived, to, strict=False))
+            arriving = tuple(comm.rotate(x, way) for x, way in zip(sums, ahead, strict=False))
+            shares: list[Array] = []
+            for rows, passed in zip(arrived, (hop, num - hop), strict=False):
+                stays, share = self._attend_hop(held, stays, rows, passed)
+                shares.append(share)
+            sums = tuple(x + y for x, y in zip(arriving, shares, strict=True)) if sums else tuple(shares)
+            return InBothWays(sent, sums, stays)
+
+        in_flight = tuple(comm.rotate(payload, way) for way in ahead)
+        stays, own = self._attend_hop(held, stays, payload, 0, is_own=True)
+        in_flight, own = lax.optimization_barrier((in_flight, own))  # as above
+        carry, last_to = InBothWays(in_flight, (), stays), (1,) if is_even else ()
+        carry = add_round(carry, 1, ahead if both > 1 else last_to)
+        carry = scan_hops(add_round, carry, 2, both)
+        if both > 1:
+            carry = add_round(carry, both, last_to)
+        front, back = carry.sums[0], comm.rotate(carry.sums[1], both)
+        if is_even:  # the last round uses one direction
+            last = add_round(carry._replace(sums=(front,)), both + 1, ())
+            front, stays = last.sums[0], last.stays
+        else:
+            stays = carry.stays
+        return stays, own + comm.rotate(front, -(num // 2)) + back
+
+    def _attend_hop(
+        self, held: HeldRows, stays: Array, payload: Payload, hop: Array | int, *, is_own: bool = False
+    ) -> tuple[Array, Array]:
+        """Adds to the gradient of the rows that stay; returns it and the share of the payload's gradient."""
+        me, source = self.comm.device(), self.comm.source(hop)
+        if isinstance(payload, PackedKeys):
+            sums, devices = (stays, held.zero_dkv), {"query_device": me, "key_device": source}
+            return self.attend_chunks_bwd(sums, held.queries, payload, **devices, is_own=is_own)
+        sums, devices = (held.zero_dq, stays), {"query_device": source, "key_device": me}
+        dq, dkv = self.attend_chunks_bwd(sums, payload.unstack(), held.keys, **devices, is_own=is_own)
+        return dkv, dq
+
+
+class HeldRows(NamedTuple):
+    """What a device holds during the backward pass."""
+
+    queries: PackedQueries
+    keys: PackedKeys
+    zero_dq: Array
+    zero_dkv: Array
 
 
 class StackedQueries(NamedTuple):
@@ -127,3 +181,11 @@ class StackedQueries(NamedTuple):
 
 
 Payload = PackedKeys | StackedQueries
+
+
+class InBothWays(NamedTuple):
+    """State of a round: what has come from behind and from ahead, in this order; the last may have only the former."""
+
+    arrived: tuple[Payload, ...]
+    sums: tuple[Array, ...]  # gradients of what arrived in the round before, or nothing yet
+    stays: Array  # gradient of the rows that stay

@@ -1,8 +1,8 @@
 """What the planner knows of devices: speed of arithmetic and links, to choose how segments are shared.
 
 The figures come from the vendors' public data sheets: NVIDIA A100 80GB SXM, H100 SXM and DGX B200 (dense), and the
-"System architecture" pages of Google Cloud TPU v5e, v5p and v6e. A ring uses one link in one direction: on TPUs that
-is the bidirectional bandwidth of a chip divided by twice its number of ports. Latencies are typical of a collective of
+"System architecture" pages of Google Cloud TPU v5e, v5p and v6e. A link is counted in one direction: on TPUs that is
+the bidirectional bandwidth of a chip divided by twice its number of ports. Latencies are typical of a collective of
 a few bytes. CPU devices are simulated: they share the cores of one machine, and messages are copies in memory; its
 figures were measured on two x86 cores.
 """

@@ -5,7 +5,7 @@ An implementation has two functions:
     attend(prior, operands, config) -> PartialSoftmax       merges attention to some keys into `prior`
     attend_bwd(grads, operands, residuals, config) -> Grads  adds the gradients to `grads`
 
-Operands come in two forms, which the kernels on GPU and CPU treat alike, as rows at a start and a stride:
+Operands come in two forms, which the kernels on GPU and CPU treat the same way, as rows at a start and a stride:
 
 - *dense*: query (B, T, K, G, H), key and value (B, T, K, H). The rows of the selection attend to each other in place.
 - *packed*: query (N, C, n * G, H), key and value stacked as (2, N, C, n, H): the rows of N = heads * batch tasks in C

@@ -45,6 +45,7 @@ class BranchPlan:
         pieces: Number of parts in which the heads are sent one after the other. Large messages are split to save
             memory.
         moves: What rotates in the backward pass.
+        directions: In how many directions it rotates, on rings.
         forward: Messages of the forward pass.
         backward: Messages of the backward pass.
         spec: The attention call that was planned.
@@ -72,6 +73,7 @@ class BranchPlan:
     num_rows: int
     pieces: int
     moves: Moves
+    directions: int
     forward: tuple[Message, ...]
     backward: tuple[Message, ...]
     spec: AttentionSpec = dataclasses.field(repr=False)
@@ -148,13 +150,18 @@ class BranchPlan:
     @property
     def seconds(self) -> float:
         """Estimated time of forward and backward pass on the device of the spec, by which strategies are compared."""
-        r = self.spec
+        r, work = self.spec, self.work_seconds
         device = device_named(r.device)
-        flops = sum(self.flops) if device.shares_cores else max(self.flops)
-        rows = max((x.num_rows for x in self.attended), default=1)
-        work = flops / device.flops(r.dtype) * (1 + device.half_rows / rows)
         passes = (self.forward, work), (self.backward, BACKWARD * work)
         return sum(costs.pass_seconds(messages, device, seconds, r.inner_devices) for messages, seconds in passes)
+
+    @functools.cached_property
+    def work_seconds(self) -> float:
+        """Estimated time of computation in the forward pass."""
+        device = device_named(self.spec.device)
+        flops = sum(self.flops) if device.shares_cores else max(self.flops)
+        rows = max((x.num_rows for x in self.attended), default=1)
+        return flops / device.flops(self.spec.dtype) * (1 + device.half_rows / rows)
 
 
 def plan_branches(spec: AttentionSpec) -> tuple[BranchPlan, ...]:
@@ -180,6 +187,7 @@ def _branch_plan(spec: AttentionSpec, number: int, branch: Branch) -> BranchPlan
             num_rows=num_rows,
             pieces=1,
             moves="keys",
+            directions=1,
             forward=(),
             backward=(),
             spec=spec,
@@ -245,13 +253,13 @@ class _SharedRows(NamedTuple):
         unmet = geometry.unmet_segment_rules(spec, self.branch) + geometry.unmet_rate_rule(spec, self.branch)
         pieces = self._pieces(group)
         rows = spec.batch * self.num_rows // pieces
-        moves = costs.cheapest_moves(spec, rows, group, where)
-        messages = (
-            costs.SHARING[where].forward(spec, rows, group),
-            costs.SHARING[where].backward(spec, rows, group, moves),
-        )
-        forward, backward = (tuple(m._replace(number=m.number * pieces) for m in every) for every in messages)
-        return BranchPlan(
+        sharing, moves = costs.SHARING[where], costs.cheapest_moves(spec, rows, group, where)
+
+        def backward(directions: int) -> tuple[Message, ...]:
+            given = group._replace(directions=directions)
+            return _repeated(sharing.backward(spec, rows, given, moves), pieces)
+
+        one_way = BranchPlan(
             segment_length=self.branch.segment_length,
             rate=self.branch.rate,
             where=where,
@@ -263,12 +271,16 @@ class _SharedRows(NamedTuple):
             num_rows=self.num_rows,
             pieces=pieces,
             moves=moves,
-            forward=forward,
-            backward=backward,
+            directions=1,
+            forward=_repeated(sharing.forward(spec, rows, group), pieces),
+            backward=backward(1),
             spec=spec,
             branch=self.branch,
             selections=selections,
         )
+        work = BACKWARD * one_way.work_seconds / pieces
+        directions = costs.backward_directions(spec, one_way.backward, group.ring, work)
+        return one_way if directions == 1 else dataclasses.replace(one_way, directions=2, backward=backward(2))
 
     @property
     def _exchange_group(self) -> int:
@@ -323,6 +335,10 @@ class _SharedRows(NamedTuple):
             if self.heads % n == 0 and (self.heads // n) % group.parts.kv == 0 and size // n >= _LONG_MESSAGE
         ]
         return max(fits, default=1)
+
+
+def _repeated(messages: tuple[Message, ...], pieces: int) -> tuple[Message, ...]:
+    return tuple(m._replace(number=m.number * pieces) for m in messages)
 
 
 def _with_dense_exchange(spec: AttentionSpec, branches: tuple[BranchPlan, ...]) -> tuple[BranchPlan, ...]:

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ringjax._src.comm.devices import DeviceModel
+from ringjax._src.comm.devices import DeviceModel, device_named
 from ringjax._src.comm.head_exchange import HeadParts
 from ringjax._src.comm.layout import Layout
 from ringjax._src.online_softmax import accumulator
@@ -47,6 +47,7 @@ class Group(NamedTuple):
     devices: int  # their number
     exchange: int = 1  # number of neighboring devices that exchange heads; 1 if none do
     parts: HeadParts = HeadParts(1, 1)  # how an exchange shares the heads
+    directions: int = 1  # in which rows rotate in the backward pass
 
     @property
     def ring(self) -> int:
@@ -84,7 +85,7 @@ def _ring_forward(spec: AttentionSpec, rows: int, group: Group) -> tuple[Message
 
 def _ring_backward(spec: AttentionSpec, rows: int, group: Group, moves: Moves) -> tuple[Message, ...]:
     size, num, sums = row_bytes(spec, rows), group.ring, _sums(spec)
-    returned = num if num > 1 else 0
+    returned = 0 if num == 1 else num if group.directions == 1 else num - 1
     if moves == "keys":
         gradients = _messages("collective-permute", num, (sums, size.key_sums, returned))
         return (*_ring_forward(spec, rows, group), *gradients)
@@ -156,6 +157,36 @@ def cheapest_moves(spec: AttentionSpec, rows: int, group: Group, where: str) -> 
     return min(sharing.moves, key=lambda moves: sum(m.sent for m in sharing.backward(spec, rows, group, moves)))
 
 
+def backward_directions(spec: AttentionSpec, messages: tuple[Message, ...], teams: int, work: float) -> Literal[1, 2]:
+    """Returns in how many directions rows and the sums of their gradients rotate in the backward pass.
+
+    In one direction, the sums follow their rows around the ring, one hop behind, and are home after a last hop. In two,
+    there are half as many rounds, on twice as many links of a torus, but the last messages are longer, and no
+    computation hides them: the sums return directly from up to half of the ring away. So two directions are faster
+    unless computation takes longer than communication. They hold more rows, so they need room. Devices that share cores
+    gain nothing from sending at once.
+
+    Args:
+        spec: The attention call.
+        messages: What a device sends in one direction; the last hops are those of sums.
+        teams: Number of devices, or teams, of the ring.
+        work: Seconds of computation.
+    """
+    device, num = device_named(spec.device), teams
+    hops = [x for x in messages if x.op == "collective-permute"]
+    if num < 3 or device.shares_cores or not hops:
+        return 1
+    sums, payload = hops[-1].bytes, sum(x.bytes for x in hops[:-1])
+    if spec.memory_budget is not None and 2 * (payload + sums) > spec.memory_budget / 8:
+        return 1
+    bandwidth = message_bandwidth(hops[0], device, spec.inner_devices)
+    at_once, links = (2, num // 2) if device.is_torus else (1, 2)
+    one = max(work, (num - 1) * (payload + sums) / bandwidth) + sums / bandwidth + num * device.latency
+    hopping = ((num - 1) * payload + (num - 3) * sums) / (at_once * bandwidth)
+    two = max(work, hopping) + links * sums / bandwidth + (num // 2 + 1) * device.latency
+    return 2 if two < one else 1
+
+
 def dense_exchange(spec: AttentionSpec, parts: HeadParts) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
     """Returns the messages of an exchange of whole arrays over all devices, forward and backward."""
     num, group = spec.ring_size, Group(spec.ring_size, spec.ring_size, parts)
@@ -190,14 +221,20 @@ def pass_seconds(messages: tuple[Message, ...], device: DeviceModel, work: float
     hopping = waiting = latency = 0.0
     for message in messages:
         is_hop = message.op == "collective-permute"
-        bandwidth = (device.hop_bandwidth if is_hop else device.exchange_bandwidth)(message.devices)
-        if inner_devices is not None and device.machine_link and (is_hop or message.devices > inner_devices):
-            bandwidth = device.machine_link
+        bandwidth = message_bandwidth(message, device, inner_devices)
         hopping += is_hop * message.sent / bandwidth
         waiting += (not is_hop) * message.sent / bandwidth
         latency += message.number * device.latency
     exposed = hopping if device.shares_cores else max(hopping - work, _EXPOSED * hopping)
     return work + exposed + waiting + latency
+
+
+def message_bandwidth(message: Message, device: DeviceModel, inner_devices: int | None) -> float:
+    """Returns the bytes per second that a device sends, see `pass_seconds`."""
+    is_hop = message.op == "collective-permute"
+    if inner_devices is not None and device.machine_link and (is_hop or message.devices > inner_devices):
+        return device.machine_link
+    return (device.hop_bandwidth if is_hop else device.exchange_bandwidth)(message.devices)
 
 
 class Runs(NamedTuple):

@@ -43,7 +43,7 @@ def why_packed(operands: Operands, config: KernelConfig, *, is_bwd: bool) -> str
     positions = operands.query.shape[1], rows.first, rows.chunk_length
     has_all_heads = isinstance(rows.heads, np.ndarray) and np.array_equal(rows.heads, np.arange(heads))
     rules = {
-        "segments must be whole and alike": rows.is_aligned and not rows.has_empty_heads,
+        "segments must be whole and every head must select rows": rows.is_aligned and not rows.has_empty_heads,
         "the rate must divide the length and the segments": not any(x % rows.rate for x in positions),
         "segment ids and dropout need packed rows": operands.query_ids is None and operands.hashes is None,
         f"the head dim must be {LANES}": dim == LANES,  # Mosaic has no strided loads of wider rows
@@ -254,7 +254,7 @@ class _Run:
 
     def _run_mapped(self, axes: tuple[int | None, ...], *given: Array) -> list[Array]:
         size = given[-1].shape[0]  # sums are always mapped
-        scalars = [x if axis is None else x[0] for x, axis in zip(given[:3], axes, strict=False)]  # all alike
+        scalars = [x if axis is None else x[0] for x, axis in zip(given[:3], axes, strict=False)]  # all are equal
         arrays = [
             jnp.broadcast_to(x, (size, *x.shape)) if axis is None else x
             for x, axis in zip(given[3:], axes[3:], strict=True)
