@@ -1,4 +1,4 @@
-"""A new kernel implementation is one `Backend`, and a new way to share a segment is one branch class."""
+"""A new kernel implementation is one `Backend`, a new way to share a segment one branch class and one line."""
 
 import functools
 
@@ -133,15 +133,18 @@ def test_new_backend_is_one_registry_entry(ring_size, monkeypatch):
         assert jnp.abs(x - y).max() < 2e-6
 
 
-def test_new_way_to_share_a_segment_is_one_class(monkeypatch, request):
+def forget_broadcast():
+    ring_comm.STRATEGIES.remove("broadcast")
+    del registry.SHARED_BRANCHES["broadcast"], costs.SHARING["broadcast"]
+
+
+def test_new_way_to_share_a_segment_is_one_class_and_one_line(request):
     case = Case(length=64, kv_heads=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
     arrays = case.arrays("float32")
     with pytest.raises(ValueError, match="`strategy` must be"):
         rj.Ring(ring_mesh(4), strategy="broadcast")
-    ring_comm.STRATEGIES.append("broadcast")
-    request.addfinalizer(lambda: ring_comm.STRATEGIES.remove("broadcast"))
-    monkeypatch.setitem(costs.SHARING, "broadcast", costs.SHARING["all_gather"])
-    monkeypatch.setitem(registry.SHARED_BRANCHES, "broadcast", BroadcastBranch)
+    registry.add_strategy("broadcast", BroadcastBranch, costs.GATHERING)
+    request.addfinalizer(forget_broadcast)
     ring = rj.Ring(ring_mesh(4), layout="zigzag", strategy="broadcast")
     found = [ring.unshard(x) for x in outputs([ring.shard(x) for x in arrays], case.pattern, ring=ring)]
     assert "broadcast" in calls

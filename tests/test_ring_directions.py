@@ -33,7 +33,7 @@ CASES = {
     "6, teams, causal": ring_case(6, strategy="all_to_all_ring", is_causal=True, segment_lengths=(192, 192)),
     "8, keys": ring_case(8, q_per_kv=2),
     "8, queries, causal, zigzag, detached": ring_case(8, layout="zigzag", is_causal=True, rule="detached"),
-    "8, teams, zigzag": ring_case(8, q_per_kv=2, strategy="all_to_all_ring", layout="zigzag"),
+    "8, teams, zigzag": ring_case(8, q_per_kv=3, strategy="all_to_all_ring", layout="zigzag"),
     "8, dropout": ring_case(8, dropout_rate=0.3),
 }
 DEFAULT = (

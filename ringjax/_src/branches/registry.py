@@ -9,19 +9,33 @@ from ringjax._src.branches.local import LocalBranch
 from ringjax._src.branches.protocol import DeviceBranch, Shard
 from ringjax._src.branches.ring import RingBranch
 from ringjax._src.branches.shared import SharedBranch
-from ringjax._src.comm.ring_comm import AxisName
-from ringjax._src.planning import geometry
+from ringjax._src.comm.ring_comm import STRATEGIES, AxisName, StrategyName
+from ringjax._src.planning import costs, geometry
 from ringjax._src.planning.branch_plan import BranchPlan
+from ringjax._src.planning.costs import SHARING, Sharing
 from ringjax._src.planning.plan import checked_plan
 from ringjax._src.planning.spec import AttentionSpec
 from ringjax._src.rows.selection import RowSelection
 
-SHARED_BRANCHES: dict[str, type[SharedBranch]] = {
-    "ring": RingBranch,
-    "all_gather": AllGatherBranch,
-    "all_to_all": AllToAllBranch,
-    "all_to_all_ring": AllToAllBranch,
-}
+SHARED_BRANCHES: dict[str, type[SharedBranch]] = {}
+
+
+def add_strategy(name: StrategyName, branch: type[SharedBranch], sharing: Sharing) -> None:
+    """Adds a way to share segments, for `Ring(strategy=name)`.
+
+    Args:
+        name: Its name.
+        branch: How a device executes it.
+        sharing: Which messages it sends, for the planner.
+    """
+    STRATEGIES.append(name)
+    SHARED_BRANCHES[name], SHARING[name] = branch, sharing
+
+
+add_strategy("ring", RingBranch, costs.ROTATION)
+add_strategy("all_gather", AllGatherBranch, costs.GATHERING)
+add_strategy("all_to_all", AllToAllBranch, costs.EXCHANGE)
+add_strategy("all_to_all_ring", AllToAllBranch, costs.EXCHANGE)
 
 
 def make_branches(spec: AttentionSpec, shard: Shard) -> list[DeviceBranch]:

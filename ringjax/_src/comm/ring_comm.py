@@ -14,8 +14,7 @@ from ringjax._src.indexing import quotient, remainder
 
 AxisName = str | tuple[str, ...]
 StrategyName = Literal["auto", "ring", "all_gather", "all_to_all", "all_to_all_ring"]
-# What `Ring(strategy=...)` accepts.
-STRATEGIES: list[StrategyName] = ["auto", "ring", "all_gather", "all_to_all", "all_to_all_ring"]
+STRATEGIES: list[StrategyName] = ["auto"]  # what `Ring(strategy=...)` accepts; `branches/registry.py` adds the others
 
 Tree = TypeVar("Tree")
 State = TypeVar("State")

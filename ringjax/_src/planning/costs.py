@@ -142,13 +142,10 @@ class Sharing(NamedTuple):
     moves: tuple[Moves, ...]  # what can move in the backward pass
 
 
-_EXCHANGE = Sharing(_exchange_forward, _exchange_backward, ("keys", "queries"))
-SHARING = {
-    "ring": Sharing(_ring_forward, _ring_backward, ("keys", "queries")),
-    "all_gather": Sharing(_gather_forward, _gather_backward, ("keys",)),
-    "all_to_all": _EXCHANGE,
-    "all_to_all_ring": _EXCHANGE,
-}
+ROTATION = Sharing(_ring_forward, _ring_backward, ("keys", "queries"))
+GATHERING = Sharing(_gather_forward, _gather_backward, ("keys",))
+EXCHANGE = Sharing(_exchange_forward, _exchange_backward, ("keys", "queries"))
+SHARING: dict[str, Sharing] = {}  # by strategy, see `branches/registry.py`
 
 
 def cheapest_moves(spec: AttentionSpec, rows: int, group: Group, where: str) -> Moves:
