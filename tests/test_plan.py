@@ -36,12 +36,13 @@ def test_segments_share_only_the_devices_they_span(layout, ring_size, ring_devic
 
 
 def test_sent_bytes_equal_a_calculation_by_hand():
-    plan = rj.plan(PATTERN, **SHAPE, ring_size=8, dtype="bfloat16", strategy="ring")
-    branch = plan.branches[2]
     keys = 2 * (65536 // 8 // 16) * 8 * 64 * 2  # k and v, rows, heads, dim, bfloat16
-    assert branch.sent(branch.forward) == 7 * keys
-    queries = 7 * keys + 8 * keys + 7 * (2 * 512 * 8 * 4)  # q and dout; dq in float32; lse and delta
-    assert (branch.moves, branch.sent(branch.backward)) == ("queries", queries)
+    for device, directions in (("cpu", 1), ("v5p", 2)):
+        branch = rj.plan(PATTERN, **SHAPE, ring_size=8, dtype="bfloat16", strategy="ring", device=device).branches[2]
+        assert branch.sent(branch.forward) == 7 * keys
+        sums = (9 - directions) * keys  # dq in float32
+        queries = 7 * keys + sums + 7 * (2 * 512 * 8 * 4)  # q and dout; lse and delta
+        assert (branch.moves, branch.directions, branch.sent(branch.backward)) == ("queries", directions, queries)
     gqa = rj.plan(PATTERN, **SHAPE, num_kv_heads=2, ring_size=8, dtype="bfloat16", strategy="ring").branches[2]
     assert (gqa.moves, gqa.sent(gqa.forward)) == ("keys", 7 * keys // 4)
 

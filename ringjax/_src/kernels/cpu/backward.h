@@ -19,6 +19,10 @@ struct GradientTile {
   template <class T>
   void fill(const Call<T, A>& call, const Task<T, A>& task, int64_t start, int64_t row_count) {
     queries.fill(call, task, start, row_count);
+    for (const int64_t index : queries.index) {
+      prefetch(call.dout, index, call.dim);
+      if (call.dq) prefetch(call.dq, index, call.dim);
+    }
     gather_transposed(q_transposed, call.query, queries, call.dim, call.scale);
     gather_transposed(dout_transposed, call.dout, queries, call.dim, call.output_factor);
     gather(q, call.width(), call.query, queries.index, queries.columns, call.dim, call.scale);
@@ -92,6 +96,7 @@ class Backward {
       for (int64_t t = 0; t < num_tiles; ++t) tiles_[t].fill(call_, task, start + t * kTile, range.row_count);
       for (int64_t row = first; row < end; row += kTile) {
         keys_.fill(call_, task, row, end, range.row_count);
+        keys_.prefetch_next(call_, task, end, range.row_count);
         attend(task, num_tiles, of_queries, of_keys);
       }
       for (int64_t t = 0; of_queries && t < num_tiles; ++t) write_queries(tiles_[t]);
@@ -103,6 +108,10 @@ class Backward {
   void attend(const Task<T, A>& task, int64_t num_tiles, bool of_queries, bool of_keys) {
     const int64_t dim = call_.dim;
     if (of_keys) {
+      for (int64_t i = 0; i < keys_.num; ++i) {
+        prefetch(call_.dk, keys_.index[i], dim);
+        prefetch(call_.dv + call_.value_shift * dim, keys_.index[i], dim);
+      }
       std::fill(dk_, dk_ + kTile * width_, A{0});
       std::fill(dv_, dv_ + kTile * width_, A{0});
     }

@@ -97,11 +97,13 @@ class Forward {
     if (range.first >= range.end) return;
     for (int64_t t = 0; t < num_tiles; ++t) {
       tiles_[t].fill(call_, task, start + t * kTile, range.row_count);
+      for (const int64_t index : tiles_[t].index) prefetch(call_.out, index, dim);
       gather_transposed(states_[t].q, call_.query, tiles_[t], dim, call_.scale);
       states_[t].start(dim);
     }
     for (int64_t row = range.first; row < range.end; row += kTile) {
       keys_.fill(call_, task, row, range.end, range.row_count);
+      keys_.prefetch_next(call_, task, range.end, range.row_count);
       for (int64_t t = 0; t < num_tiles; ++t) {
         const int64_t num_keys = keys_.num_keys_for(call_, tiles_[t]);
         const int columns = tiles_[t].columns;

@@ -12,6 +12,12 @@
 
 namespace ringjax {
 
+// The number of threads of a pool that run at once: with several devices, it has more threads than there are cores.
+template <class Pool>
+int64_t usable_threads(Pool& pool) {
+  return std::min<int64_t>(pool.num_threads(), std::max(1u, std::thread::hardware_concurrency()));
+}
+
 // Runs `make_worker()(item)` for all items, on this thread and on threads of the pool: each takes one item at a time.
 // The call does not wait for threads that have not started yet, so concurrent calls cannot deadlock. After an exception
 // on any thread no further item starts, and this thread rethrows the exception when the others have finished. (An
@@ -38,7 +44,7 @@ void parallel_for(Pool& pool, int64_t num_items, const MakeWorker& make_worker) 
       if (!state.error) state.error = std::current_exception();
     }
   };
-  const int64_t helpers = std::min<int64_t>(pool.num_threads(), num_items) - 1;
+  const int64_t helpers = std::min(usable_threads(pool), num_items) - 1;
   try {
     for (int64_t i = 0; i < helpers; ++i)
       pool.Schedule([state, work] {
@@ -64,8 +70,7 @@ void parallel_for(Pool& pool, int64_t num_items, const MakeWorker& make_worker) 
 class Threads {
  public:
   template <class Pool>
-  explicit Threads(Pool& pool)
-      : num_(std::min<int64_t>(pool.num_threads(), std::max(1u, std::thread::hardware_concurrency())) / ++calls_) {}
+  explicit Threads(Pool& pool) : num_(usable_threads(pool) / ++calls_) {}
   ~Threads() { --calls_; }
   int64_t num() const { return num_; }
 

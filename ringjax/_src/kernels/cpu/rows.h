@@ -110,6 +110,15 @@ class Task {
   const int32_t *task_, *kv_block_ranges_;
 };
 
+// Starts to load a row into the cache, which takes long: the processor does not foresee rows that are far apart. A row
+// with index -1 is skipped.
+template <class T>
+void prefetch(const T* rows, int64_t index, int64_t dim) {
+  if (index < 0) return;
+  const char* row = reinterpret_cast<const char*>(rows + index * dim);
+  for (int64_t byte = 0; byte < dim * int64_t{sizeof(T)}; byte += 64) __builtin_prefetch(row + byte, 0, 2);
+}
+
 // Gathers rows, multiplied by a factor, into (num, width). Rows with index -1 become 0.
 template <class T, class A>
 void gather(A* to, int64_t width, const T* rows, const int64_t* index, int64_t num, int64_t dim, A factor) {
@@ -171,6 +180,16 @@ struct KeyBlock {
     }
     gather(k, call.width(), call.key, index, num, call.dim, A{1});
     gather(v, call.width(), call.value + call.value_shift * call.dim, index, num, call.dim, A{1});
+  }
+
+  // Starts to load the next block.
+  template <class T>
+  void prefetch_next(const Call<T, A>& call, const Task<T, A>& task, int64_t end, int64_t row_count) const {
+    for (int64_t m = first + num; m < std::min(first + num + kTile, end); ++m) {
+      const int64_t next = task.key_index(m, row_count);
+      prefetch(call.key, next, call.dim);
+      prefetch(call.value + call.value_shift * call.dim, next, call.dim);
+    }
   }
 
   // Returns how many keys, the first ones, have to be computed for a tile.
