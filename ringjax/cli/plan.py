@@ -30,7 +30,7 @@ terms:
   messages   hops and exchanges one after the other in the forward pass; "4 x 16": in 16 parts
   rows       selected positions in a message, summed over the heads in a part
   bwd moves  what is sent in the backward pass: keys and values, or queries, with their gradients, or all of them;
-             "⇆": in both directions
+             "<>": in both directions
   balance    work of the busiest device divided by the mean
 """
 _SWEPT = ["ring", "seq-len", "heads", "kv-heads", "head-dim", "batch"]  # options that --sweep accepts

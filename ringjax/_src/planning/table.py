@@ -103,7 +103,7 @@ def _caption(plan: Plan) -> str:
 
 
 def _row(branch: BranchPlan) -> tuple[str, ...]:
-    moves = {"local": "", "all_to_all": "all"}.get(branch.where, branch.moves) + " ⇆" * (branch.directions == 2)
+    moves = {"local": "", "all_to_all": "all"}.get(branch.where, branch.moves) + " <>" * (branch.directions == 2)
     pieces = f" x {branch.pieces}" if branch.pieces > 1 else ""
     return (
         f"{branch.segment_length}/{branch.rate}",
