@@ -154,7 +154,7 @@ def cheapest_moves(spec: AttentionSpec, rows: int, group: Group, where: str) -> 
     return min(sharing.moves, key=lambda moves: sum(m.sent for m in sharing.backward(spec, rows, group, moves)))
 
 
-def backward_directions(spec: AttentionSpec, messages: tuple[Message, ...], teams: int, work: float) -> Literal[1, 2]:
+def backward_directions(spec: AttentionSpec, messages: tuple[Message, ...], num: int, work: float) -> Literal[1, 2]:
     """Returns in how many directions rows and the sums of their gradients rotate in the backward pass.
 
     In one direction, the sums follow their rows around the ring, one hop behind, and are home after a last hop. In two,
@@ -166,10 +166,10 @@ def backward_directions(spec: AttentionSpec, messages: tuple[Message, ...], team
     Args:
         spec: The attention call.
         messages: What a device sends in one direction; the last hops are those of sums.
-        teams: Number of devices, or teams, of the ring.
+        num: Number of devices, or teams, of the ring.
         work: Seconds of computation.
     """
-    device, num = device_named(spec.device), teams
+    device = device_named(spec.device)
     hops = [x for x in messages if x.op == "collective-permute"]
     if num < 3 or device.shares_cores or not hops:
         return 1

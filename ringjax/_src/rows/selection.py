@@ -1,9 +1,8 @@
 """Row selections: which rows one branch selects on one device.
 
 A selection covers *chunks*, runs of consecutive positions of equal length: the segments of a branch that needs no other
-device, or else the chunks of the sequence that the device holds. If each head selects every r-th row, the
-same rows in all chunks, the selection is *aligned*. Otherwise it has as many rows as any chunk may need, and missing
-rows are masked.
+device, or else the chunks of the sequence that the device holds. If each head selects every r-th row, the same rows in
+all chunks, the selection is *aligned*. Otherwise it has as many rows as any chunk may need; missing rows are masked.
 
 A selection has one entry per key/value head and none per position, so its size does not grow with the sequence. Its
 arrays are read-only numpy arrays, which traces and threads can share.
