@@ -130,7 +130,7 @@ def test_nan_is_not_an_empty_row():
 
     @functools.partial(jax.jit, compiler_options=QUICK)
     def states(acc, peak, total):
-        part = softmax.finish(softmax.Running(acc, peak, total))
+        part = softmax.finish(softmax.SoftmaxState(acc, peak, total))
         other = PartialSoftmax(jnp.ones_like(acc), jnp.zeros_like(total))
         return part, softmax.finish(softmax.resume(part)), softmax.merge(part, other), softmax.for_backward(part.lse)
 

@@ -23,7 +23,7 @@ class PartialSoftmax(NamedTuple):
     lse: Array
 
 
-class Running(NamedTuple):
+class SoftmaxState(NamedTuple):
     """State of an online softmax over key blocks.
 
     The row maximum `max` (m), the denominator (l) and the unnormalized output `acc` (M, H); `acc` and `denominator` are
@@ -59,30 +59,30 @@ def merge(a: PartialSoftmax, b: PartialSoftmax) -> PartialSoftmax:
     return PartialSoftmax(out, maximum + jnp.log1p(lighter))
 
 
-def start(queries: Array) -> Running:
+def start(queries: Array) -> SoftmaxState:
     """Returns the initial state of these queries (M, H)."""
-    return Running(jnp.zeros_like(queries), jnp.full_like(queries[:, 0], -jnp.inf), jnp.zeros_like(queries[:, 0]))
+    return SoftmaxState(jnp.zeros_like(queries), jnp.full_like(queries[:, 0], -jnp.inf), jnp.zeros_like(queries[:, 0]))
 
 
-def finish(state: Running) -> PartialSoftmax:
+def finish(state: SoftmaxState) -> PartialSoftmax:
     """Normalizes the state after the last key block."""
     safe = jnp.where(state.denominator == 0, 1, state.denominator)  # NaN stays NaN
     return PartialSoftmax(state.acc / _column(safe), state.max + jnp.log(safe))  # -inf for empty rows
 
 
-def rescale(state: Running, scores: Array) -> tuple[Running, Array]:
+def rescale(state: SoftmaxState, scores: Array) -> tuple[SoftmaxState, Array]:
     """Updates the maximum of `state` with `scores` (M, S; -inf where masked) and returns ``exp(scores - max)`` too."""
     maximum = jnp.maximum(state.max, scores.max(axis=1, keepdims=state.max.ndim == 2))
     finite = _finite(maximum)
     decay = jnp.exp(state.max - finite)
     weights = jnp.exp(scores - _column(finite))
-    return Running(state.acc * _column(decay), maximum, state.denominator * decay), weights
+    return SoftmaxState(state.acc * _column(decay), maximum, state.denominator * decay), weights
 
 
-def resume(part: PartialSoftmax) -> Running:
+def resume(part: PartialSoftmax) -> SoftmaxState:
     """Returns the state after the keys of `part`: continuing from it is equivalent to merging with `part`."""
     denominator = jnp.where(part.lse == -jnp.inf, jnp.zeros_like(part.lse), jnp.ones_like(part.lse))
-    return Running(part.out, part.lse, denominator)
+    return SoftmaxState(part.out, part.lse, denominator)
 
 
 def delta(dout: Array, out: Array, dtype: jnp.dtype) -> Array:

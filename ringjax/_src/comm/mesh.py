@@ -33,6 +33,7 @@ from ringjax._src.comm.layout import (
     stored_on_host,
     to_layout,
 )
+from ringjax._src.comm.placement_checks import check_devices, check_like_query
 from ringjax._src.comm.ring_comm import AxisName, StrategyName
 from ringjax._src.validation import (
     MOST_POSITIONS,
@@ -304,11 +305,11 @@ class Ring:
         check_positions(key.shape[0] // self.size("batch_axis"), length // ring_size)
         for name, x in {"query": query, "key": key, "value": value, "segment_ids": ids}.items():
             if x is not None:
-                self._check_devices(name, x)
+                check_devices(name, x, self.resolve())
                 self._check_explicit(name, x)
                 self.check_placed(name, x)
         for name, x in (("key", key), ("value", value)):
-            _check_like_query(name, x, query)
+            check_like_query(name, x, query)
 
     def check_divides(self, *, batch: int, kv_heads: int) -> None:
         """Checks that batch and heads divide evenly over their mesh axes."""
@@ -361,19 +362,6 @@ class Ring:
                 "ignores the padding."
             )
 
-    def _check_devices(self, name: str, x: Array) -> None:
-        """Checks that a committed array is on the devices of the ring."""
-        mesh = self.resolve()
-        if not isinstance(mesh, Mesh) or mesh.size == 1 or not isinstance(x, jax.Array):
-            return
-        if isinstance(x, jax.core.Tracer) or not x.committed or x.sharding.device_set == set(mesh.devices.flat):
-            return
-        found = sorted(map(str, x.sharding.device_set))
-        raise ValueError(
-            f"`{name}` must be on the {mesh.size} devices of the ring's mesh, got an array of shape {x.shape} on "
-            f"{shown(found)}."
-        )
-
     def _check_explicit(self, name: str, x: Array) -> None:
         mesh, spec = self.resolve(), PartitionSpec(*self.spec()[: x.ndim])
         given = jax.typeof(x).sharding
@@ -402,13 +390,3 @@ def stored_positions(ring: Ring | None, length: int) -> Array:
         return found
     # segment ids computed from these are on the mesh, too, see `Ring.check_placed`
     return lax.with_sharding_constraint(found, NamedSharding(mesh, PartitionSpec(ring.axis_name)))
-
-
-def _check_like_query(name: str, x: Array, query: Array) -> None:
-    if any(isinstance(a, jax.core.Tracer) or not isinstance(a, jax.Array) for a in (x, query)):
-        return
-    given, expected = x.sharding, query.sharding
-    if not isinstance(given, NamedSharding) or not isinstance(expected, NamedSharding):
-        return
-    if not given.is_equivalent_to(expected, x.ndim):
-        raise ValueError(f"`{name}` must be sharded like `query`, got {given.spec} and {expected.spec}.")

@@ -233,7 +233,7 @@ def _attend_rows(query: Array, key: Array, value: Array, times: Array) -> Partia
     scores = jnp.where(times > 0, (k @ q.T).T, -jnp.inf)  # transposing the scores is cheaper than transposing the keys
     state, weights = softmax.rescale(softmax.start(q), scores)
     weights = weights * times
-    part = softmax.finish(softmax.Running(weights @ v, state.max, weights.sum(axis=1)))
+    part = softmax.finish(softmax.SoftmaxState(weights @ v, state.max, weights.sum(axis=1)))
     return PartialSoftmax(part.out.reshape(query.shape), part.lse.reshape(query.shape[:2]))
 
 

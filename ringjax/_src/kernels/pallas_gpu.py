@@ -34,7 +34,7 @@ from ringjax._src.kernels.blocks import (
 )
 from ringjax._src.kernels.interface import AttendConfig, Backend, Case, Grads, Limits, Operands, Residuals, case_of
 from ringjax._src.kernels.platform import on_its_platform
-from ringjax._src.online_softmax import PartialSoftmax, Running
+from ringjax._src.online_softmax import PartialSoftmax, SoftmaxState
 from ringjax._src.vma import shaped_like
 
 plgpu: Any
@@ -139,14 +139,14 @@ def _forward_kernel(*refs: Any, config: KernelConfig) -> None:  # noqa: ANN401
             _load(prior_lse.at[queries.indices], queries.exists, other=-jnp.inf) * _LOG2_E,
         )
 
-        def step(block: Array, state: Running, is_masked: bool) -> Running:
+        def step(block: Array, state: SoftmaxState, is_masked: bool) -> SoftmaxState:
             keys = program.keys(block)
             scores, factor = _scores(q, program.read(program.key, keys), config)
             if is_masked:
                 scores = jnp.where(program.attends(queries, keys), scores, -jnp.inf)
             state, weights = _rescale(state, scores, factor, config)
             v = program.read(program.value, keys, config.value_shift)
-            return Running(
+            return SoftmaxState(
                 state.acc + dot(weights.astype(v.dtype), v, 1, 0), state.max, state.denominator + weights.sum(axis=1)
             )
 
@@ -177,13 +177,13 @@ def _exp2(scores: Array, factor: float, shift: Array, config: KernelConfig) -> A
     return result
 
 
-def _rescale(state: Running, scores: Array, factor: float, config: KernelConfig) -> tuple[Running, Array]:
+def _rescale(state: SoftmaxState, scores: Array, factor: float, config: KernelConfig) -> tuple[SoftmaxState, Array]:
     """Does what `softmax.rescale` does, in base 2."""
     maximum = jnp.maximum(state.max, scores.max(axis=1) * factor)
     finite = jnp.where(maximum == -jnp.inf, 0, maximum)
     decay = _exp2(state.max, 1.0, finite, config)
     weights = _exp2(scores, factor, finite[:, None], config)
-    return Running(state.acc * decay[:, None], maximum, state.denominator * decay), weights
+    return SoftmaxState(state.acc * decay[:, None], maximum, state.denominator * decay), weights
 
 
 def _query_gradient_kernel(*refs: Any, config: KernelConfig) -> None:  # noqa: ANN401

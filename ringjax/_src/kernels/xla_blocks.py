@@ -189,14 +189,14 @@ def attend_rows(q: Array, k: Array, v: Array, *, mask: MaskInfo, loop: BlockLoop
     def block(whole: PartialSoftmax, index: Array | int) -> PartialSoftmax:
         q_block = loop.query_block(q, index)
 
-        def step(state: softmax.Running, keys: KeyBlock) -> softmax.Running:
+        def step(state: softmax.SoftmaxState, keys: KeyBlock) -> softmax.SoftmaxState:
             first = keys.first_row * loop.q_per_kv
             scores = loop.mask_scores(_dot(q_block[first:], loop.key_block(k, keys), 1, 1), mask, index, keys)
-            rest, weights = softmax.rescale(softmax.Running(*(x[first:] for x in state)), scores)
+            rest, weights = softmax.rescale(softmax.SoftmaxState(*(x[first:] for x in state)), scores)
             weights = lax.optimization_barrier(weights)  # one pass of exp, read by the sum and by the multiply
             acc = rest.acc + _dot(loop.drop(weights, mask, index, keys), loop.key_block(v, keys), 1, 0)
-            rest = softmax.Running(acc, rest.max, rest.denominator + weights.sum(axis=1))
-            return softmax.Running(*(_with_rows(x, y, first) for x, y in zip(state, rest, strict=True)))
+            rest = softmax.SoftmaxState(acc, rest.max, rest.denominator + weights.sum(axis=1))
+            return softmax.SoftmaxState(*(_with_rows(x, y, first) for x, y in zip(state, rest, strict=True)))
 
         part = softmax.finish(loop.over_keys(step, softmax.start(q_block), index, mask))
         return PartialSoftmax(*(loop.set_query_block(x, y, index) for x, y in zip(whole, part, strict=True)))

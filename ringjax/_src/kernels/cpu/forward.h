@@ -7,10 +7,10 @@
 
 namespace ringjax {
 
-// State of the online softmax of one tile, as `Running` in online_softmax.py: `acc` and `denominator` are scaled by
+// State of the online softmax of one tile, as `SoftmaxState` in online_softmax.py: `acc` and `denominator` are scaled by
 // exp(-max).
 template <class A>
-struct Running {
+struct SoftmaxState {
   A *q, *acc, *max, *denominator;
 
   void start(int64_t dim) {
@@ -125,7 +125,7 @@ class Forward {
   const int64_t width_;
   Scratch<A> scratch_;
   std::vector<Tile<A>> tiles_;
-  std::vector<Running<A>> states_;
+  std::vector<SoftmaxState<A>> states_;
   KeyBlock<A> keys_;
   A* scores_;
 };

@@ -153,22 +153,22 @@ def gradient(
     """
 
     def run(index: Array | int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
-        first_block = jnp.zeros_like(rows.chunks[:1]) + index * group
-        of_group = rows._replace(chunks=jnp.concatenate([rows.chunks, first_block]))
-        new_dq, new_dkv = gradient_call(*sums, of_group, given, config, tiles, group).run(has_prior=has_prior)
+        first_block = jnp.zeros_like(rows.chunks[:1]) + index * num_blocks
+        of_call = rows._replace(chunks=jnp.concatenate([rows.chunks, first_block]))
+        new_dq, new_dkv = gradient_call(*sums, of_call, given, config, tiles, num_blocks).run(has_prior=has_prior)
         return new_dq, new_dkv
 
-    group = query_group(config, dq.shape[-1])
-    has_prior = has_prior or group < config.query_blocks
-    if group == config.query_blocks:
+    num_blocks = query_blocks_per_call(config, dq.shape[-1])
+    has_prior = has_prior or num_blocks < config.query_blocks
+    if num_blocks == config.query_blocks:
         return run(0, (dq, dkv))
-    return jax.lax.fori_loop(0, ceil_div(config.query_blocks, group), run, (dq, dkv))
+    return jax.lax.fori_loop(0, ceil_div(config.query_blocks, num_blocks), run, (dq, dkv))
 
 
 _RESIDENT_BYTES = 16 * 2**20  # of gradients of queries in VMEM
 
 
-def query_group(config: KernelConfig, head_dim: int) -> int:
+def query_blocks_per_call(config: KernelConfig, head_dim: int) -> int:
     """Returns how many query blocks a call of the gradient kernel processes."""
     block_bytes = 4 * config.blocks.query * ceil_div(head_dim, LANES) * LANES
     most = max(1, _RESIDENT_BYTES // block_bytes)
@@ -191,15 +191,16 @@ def gradient_call(
     given: OutputGrads,
     config: KernelConfig,
     tiles: Tiling,
-    group: int,
+    num_blocks: int,
 ) -> Call:
     """Returns the call of the kernel for all gradients.
 
-    ``rows.chunks`` has a third entry: the first of the `group` query blocks of the call.
+    ``rows.chunks`` has a third entry: the first of the `num_blocks` query blocks of the call.
     """
-    specs = Specs(config, tiles, rows.query.shape, "key", group)
+    specs = Specs(config, tiles, rows.query.shape, "key", num_blocks)
     inputs = [*specs.inputs(rows), *specs.output_grads(given)]
-    scratch = [(tiles.tasks, group, config.blocks.query, specs.dim), *[(tiles.tasks, config.blocks.key, specs.dim)] * 2]
+    dq_rows, kv_rows = (num_blocks, config.blocks.query), (config.blocks.key,)
+    scratch = [(tiles.tasks, *shape, specs.dim) for shape in (dq_rows, kv_rows, kv_rows)]
     sums = [(dq, specs.query_sums), (dkv, specs.kv)]
     return Call("gradient", gradient_kernel, specs, 5, rows, inputs, sums, scratch)
 

@@ -38,7 +38,7 @@ _UNPACKED_ROWS = 512  # at a time
 Ref = Any
 
 
-class Group(NamedTuple):
+class CopiedArrays(NamedTuple):
     """Dense arrays whose rows are copied to one buffer: queries, or keys and values."""
 
     arrays: int
@@ -79,56 +79,56 @@ class Plan:
         entry, nth = quotient(chunk, self.chunks), remainder(chunk, self.chunks)
         return entry, pl.ds(self.first_row + nth * self.num_rows, self.num_rows)
 
-    def period(self, group: Group) -> int:
+    def period(self, copied: CopiedArrays) -> int:
         """Returns for how many programs a copy is used."""
-        return 2 if self.is_shared and group.is_pair and self.tasks == 1 else 1
+        return 2 if self.is_shared and copied.is_pair and self.tasks == 1 else 1
 
-    def copies(self, group: Group) -> int:
+    def copies(self, copied: CopiedArrays) -> int:
         """Returns the copies of an array in a slot."""
-        return self.tasks // 2 if self.is_shared and group.is_pair and self.tasks > 1 else self.tasks
+        return self.tasks // 2 if self.is_shared and copied.is_pair and self.tasks > 1 else self.tasks
 
-    def padded(self, group: Group) -> int:
+    def padded(self, copied: CopiedArrays) -> int:
         """Returns the rows of a task in whole blocks."""
-        return ceil_div(self.num_rows * group.width, group.block) * group.block
+        return ceil_div(self.num_rows * copied.width, copied.block) * copied.block
 
-    def view(self, group: Group, buffer: Ref, block: Array, *slot: Array) -> Ref:
+    def view(self, copied: CopiedArrays, buffer: Ref, block: Array, *slot: Array) -> Ref:
         """Returns the rows of a block of all tasks, as the kernels expect them."""
-        first = pl.multiple_of(block * group.block, group.block) if self.padded(group) > group.block else 0
-        arrays = 0 if group.arrays == 1 else slice(None)
-        return buffer.at[*slot, arrays, :, :, pl.ds(first, group.block)]
+        first = pl.multiple_of(block * copied.block, copied.block) if self.padded(copied) > copied.block else 0
+        arrays = 0 if copied.arrays == 1 else slice(None)
+        return buffer.at[*slot, arrays, :, :, pl.ds(first, copied.block)]
 
 
 class Copier:
-    """Copies the rows of one group between dense arrays and a buffer (slots, arrays, copies, 1, rows, H)."""
+    """Copies rows between dense arrays and a buffer (slots, arrays, copies, 1, rows, H)."""
 
-    def __init__(self, plan: Plan, group: Group, offsets: Ref, buffer: Ref) -> None:
-        self.plan, self.group, self.offsets, self.buffer = plan, group, offsets, buffer
-        self.period = plan.period(group)
+    def __init__(self, plan: Plan, copied: CopiedArrays, offsets: Ref, buffer: Ref) -> None:
+        self.plan, self.copied, self.offsets, self.buffer = plan, copied, offsets, buffer
+        self.period = plan.period(copied)
         self.first_program = pl.program_id(0) * plan.programs
 
     def each(
         self, arrays: Sequence[Ref], unit: Array, slot: Array, *, is_write: bool = False
     ) -> Iterator[tuple[Ref, Ref]]:
         """Yields the slices in HBM and in VMEM of all copies of a unit of programs, in the same shape."""
-        plan, group = self.plan, self.group
+        plan, copied = self.plan, self.copied
         first_task = (self.first_program + unit * self.period) * plan.tasks
-        num, num_rows = plan.copies(group), plan.num_rows
+        num, num_rows = plan.copies(copied), plan.num_rows
         for copy in range(num):
             task = first_task + copy * (plan.tasks // num)
             head = remainder(task, plan.heads)
-            which: Any = quotient(head, 2) if group.is_pair else head
-            if group.words > 1:
-                which = pl.ds(head * group.words, group.words)
+            which: Any = quotient(head, 2) if copied.is_pair else head
+            if copied.words > 1:
+                which = pl.ds(head * copied.words, copied.words)
             at = (*plan.rows(task), self.offsets[head], which)
             for i, array in enumerate(arrays):
-                in_hbm = (array.bitcast(jnp.uint32) if group.is_narrow else array).at[at]
-                in_vmem = self.buffer.at[slot, i, copy, 0, pl.ds(0, num_rows * group.words)]
-                if group.words == 1:
+                in_hbm = (array.bitcast(jnp.uint32) if copied.is_narrow else array).at[at]
+                in_vmem = self.buffer.at[slot, i, copy, 0, pl.ds(0, num_rows * copied.words)]
+                if copied.words == 1:
                     yield in_hbm, in_vmem
                 elif plan.is_interpreted and not is_write:  # JAX 0.10 does not interpret targets that are reshaped
-                    yield in_hbm.reshape(num_rows * group.words, plan.dim), in_vmem
+                    yield in_hbm.reshape(num_rows * copied.words, plan.dim), in_vmem
                 else:
-                    yield in_hbm, in_vmem.reshape(num_rows, group.words, plan.dim)
+                    yield in_hbm, in_vmem.reshape(num_rows, copied.words, plan.dim)
 
 
 class Input:
@@ -154,19 +154,19 @@ class Input:
 
     def view(self, program: Array, block: Array) -> Ref:
         """Returns the rows of a block."""
-        plan, group = self.copier.plan, self.copier.group
+        plan, copied = self.copier.plan, self.copier.copied
         if self.ready is not None:
-            return plan.view(group, self.ready, block)
-        return plan.view(group, self.copier.buffer, block, remainder(program, INPUT_SLOTS))
+            return plan.view(copied, self.ready, block)
+        return plan.view(copied, self.copier.buffer, block, remainder(program, INPUT_SLOTS))
 
     def unpack(self, program: Array) -> None:
         """Converts words to 16-bit rows, if they are words."""
         if self.ready is None:
             return
-        plan, group = self.copier.plan, self.copier.group
-        num_rows = plan.num_rows * group.width
+        plan, copied = self.copier.plan, self.copier.copied
+        num_rows = plan.num_rows * copied.width
         size = math.gcd(num_rows, _UNPACKED_ROWS)
-        for i, task in itertools.product(range(group.arrays), range(plan.tasks)):
+        for i, task in itertools.product(range(copied.arrays), range(plan.tasks)):
             unpack = functools.partial(self._unpack, program, i, task, size)
             if num_rows == size:
                 unpack(0, None)
@@ -175,11 +175,11 @@ class Input:
 
     def _unpack(self, program: Array, i: int, task: int, size: int, at: Array | int, _: None) -> None:
         """Unpacks `size` rows of one array and task."""
-        plan, group = self.copier.plan, self.copier.group
-        copy = task * plan.copies(group) // plan.tasks
+        plan, copied = self.copier.plan, self.copier.copied
+        copy = task * plan.copies(copied) // plan.tasks
         slot = remainder(quotient(program, self.copier.period), INPUT_SLOTS)
         read = lambda *rows: self.copier.buffer.at[slot, i, copy, 0][pl.ds(*rows)]  # noqa: E731
-        if group.is_pair:
+        if copied.is_pair:
             is_odd_head = remainder((self.copier.first_program + program) * plan.tasks + task, 2)
             which = task % 2 if plan.tasks % 2 == 0 else is_odd_head
             even, odd = (read(at * size + first, size // 2, 2) for first in (0, 1))
@@ -250,7 +250,7 @@ class Sums:
     def view(self, program: Array, block: Array) -> Ref:
         """Returns the rows of a block."""
         slot = remainder(program, SUM_SLOTS)
-        return self.copier.plan.view(self.copier.group, self.copier.buffer, block, slot)
+        return self.copier.plan.view(self.copier.copied, self.copier.buffer, block, slot)
 
 
 def begin(program: Array, plan: Plan, inputs: Sequence[Input], sums: Sequence[Sums], *, has_prior: bool) -> None:

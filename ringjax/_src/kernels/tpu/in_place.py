@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ringjax._src.kernels.blocks import KernelConfig, pair_ranges
 from ringjax._src.kernels.interface import Grads, Operands, Residuals
 from ringjax._src.kernels.platform import on_its_platform
-from ringjax._src.kernels.tpu.copies import INPUT_SLOTS, SUM_SLOTS, Copier, Group, Input, Plan, Sums, begin
+from ringjax._src.kernels.tpu.copies import INPUT_SLOTS, SUM_SLOTS, CopiedArrays, Copier, Input, Plan, Sums, begin
 from ringjax._src.kernels.tpu.kernels import LOG2_E, forward_kernel, gradient_kernel
 from ringjax._src.kernels.tpu.tiling import LANES, VMEM_BYTES, tiling
 from ringjax._src.online_softmax import PartialSoftmax
@@ -128,8 +128,8 @@ class _Call:
             halves=halves,
             is_interpreted=config.interpret,
         )
-        query = Group(1, operands.q_per_kv, config.blocks.query, is_query=True, is_narrow=is_narrow)
-        kv = Group(2, 1, config.blocks.key, is_query=False, is_narrow=is_narrow)
+        query = CopiedArrays(1, operands.q_per_kv, config.blocks.query, is_query=True, is_narrow=is_narrow)
+        kv = CopiedArrays(2, 1, config.blocks.key, is_query=False, is_narrow=is_narrow)
         self.inputs = (query, kv, query) if is_bwd else (query, kv)
         self.sums = tuple(x._replace(is_narrow=False) for x in ((query, kv) if is_bwd else (query,)))
 
@@ -137,17 +137,17 @@ class _Call:
         """Returns shapes and dtypes of the buffers: of each input, words and rows or rows only; of each sum, rows."""
         plan, dtype = self.plan, self.dtype
         found: list[tuple[tuple[int, ...], Any]] = []
-        for group in self.inputs:
-            rows = (1, plan.padded(group), plan.dim)
-            if group.is_narrow:
-                words = (plan.copies(group), 1, plan.num_rows * group.words, plan.dim)
-                found.append(((INPUT_SLOTS, group.arrays, *words), jnp.uint32))
-                found.append(((group.arrays, plan.tasks, *rows), dtype))
+        for copied in self.inputs:
+            rows = (1, plan.padded(copied), plan.dim)
+            if copied.is_narrow:
+                words = (plan.copies(copied), 1, plan.num_rows * copied.words, plan.dim)
+                found.append(((INPUT_SLOTS, copied.arrays, *words), jnp.uint32))
+                found.append(((copied.arrays, plan.tasks, *rows), dtype))
             else:
-                found.append(((INPUT_SLOTS, group.arrays, plan.tasks, *rows), dtype))
-        for group in self.sums:
-            rows = (1, plan.padded(group), plan.dim)
-            found.append(((SUM_SLOTS, group.arrays, plan.tasks, *rows), jnp.float32))
+                found.append(((INPUT_SLOTS, copied.arrays, plan.tasks, *rows), dtype))
+        for copied in self.sums:
+            rows = (1, plan.padded(copied), plan.dim)
+            found.append(((SUM_SLOTS, copied.arrays, plan.tasks, *rows), jnp.float32))
         return found
 
     def scratch(self) -> list[tuple[int, ...]]:
@@ -174,13 +174,13 @@ class _Call:
         """Runs the kernel.
 
         Args:
-            *given: Offsets, chunks and ranges; dense views of the inputs, in the order of the groups; numbers per row
+            *given: Offsets, chunks and ranges; dense views of the inputs, in the order of `inputs`; numbers per row
                 (N, 1, num, n * G) that the kernel reads; dense views of the sums; and numbers that it updates.
             num_plain: How many arrays of numbers the kernel reads only.
             has_prior: Whether the sums have values that the kernel must read.
         """
         in_hbm, num_scalars = pl.BlockSpec(memory_space=pltpu.HBM), 3
-        num_dense, num_sums = (sum(x.arrays for x in groups) for groups in (self.inputs, self.sums))
+        num_dense, num_sums = (sum(x.arrays for x in every) for every in (self.inputs, self.sums))
         first = num_scalars + num_dense + num_plain
         plain, updated = given[first - num_plain : first], given[first:]
         specs = lambda arrays: [self._numbers(x.shape[2]) for x in arrays]  # noqa: E731
@@ -231,7 +231,7 @@ class _Call:
         pairs = num_tasks * num_rows**2 * config.q_per_kv // (2 if config.is_causal else 1)
         itemsize = self.dtype.itemsize
         sizes = ((self.inputs, itemsize), (self.sums, 8))
-        row_bytes = sum(x.arrays * x.width * size for groups, size in sizes for x in groups)
+        row_bytes = sum(x.arrays * x.width * size for every, size in sizes for x in every)
         multiplies = 5 if self.is_bwd else 2
         moved = num_tasks * num_rows * plan.dim * row_bytes
         return pl.CostEstimate(flops=2 * multiplies * pairs * plan.dim, transcendentals=pairs, bytes_accessed=moved)
@@ -297,25 +297,25 @@ def _kernel(offsets: Ref, chunks: Ref, ranges: Ref, *refs: Ref, call: _Call, has
     rest = iter(refs)
     take = lambda num: [next(rest) for _ in range(num)]  # noqa: E731
     num_blocks = 0 if call.is_bwd else 1
-    arrays = [take(group.arrays) for group in call.inputs]
+    arrays = [take(copied.arrays) for copied in call.inputs]
     plain = take(num_plain)
-    given = [take(group.arrays) for group in call.sums]
+    given = [take(copied.arrays) for copied in call.sums]
     given_blocks = take(num_blocks if has_prior else 0)
-    updated = [take(group.arrays) for group in call.sums]
+    updated = [take(copied.arrays) for copied in call.sums]
     updated_blocks = take(num_blocks)
-    buffers = [take(2 if group.is_narrow else 1) for group in call.inputs]
+    buffers = [take(2 if copied.is_narrow else 1) for copied in call.inputs]
     sum_buffers = take(len(call.sums))
     input_semaphores, sum_semaphores = take(len(call.inputs)), [take(2) for _ in call.sums]
     scratch = list(rest)
 
     copier = functools.partial(Copier, call.plan, offsets=offsets)
     inputs = [
-        Input(copier(group, buffer=buffer[0]), dense, buffer[1] if group.is_narrow else None, semaphores)
-        for group, buffer, dense, semaphores in zip(call.inputs, buffers, arrays, input_semaphores, strict=True)
+        Input(copier(copied, buffer=buffer[0]), dense, buffer[1] if copied.is_narrow else None, semaphores)
+        for copied, buffer, dense, semaphores in zip(call.inputs, buffers, arrays, input_semaphores, strict=True)
     ]
     sums = [
-        Sums(copier(group, buffer=buffer), old, new, (semaphores[0], semaphores[1]))
-        for group, buffer, old, new, semaphores in zip(
+        Sums(copier(copied, buffer=buffer), old, new, (semaphores[0], semaphores[1]))
+        for copied, buffer, old, new, semaphores in zip(
             call.sums, sum_buffers, given, updated, sum_semaphores, strict=True
         )
     ]
@@ -334,7 +334,7 @@ def _kernel(offsets: Ref, chunks: Ref, ranges: Ref, *refs: Ref, call: _Call, has
     when((outer == 0) & (inner == 0), start)
 
     input_views, sum_views = (
-        [x.view(program, query_block if x.copier.group.is_query else key_block) for x in every]
+        [x.view(program, query_block if x.copier.copied.is_query else key_block) for x in every]
         for every in (inputs, sums)
     )
     body = gradient_kernel if call.is_bwd else forward_kernel

@@ -306,12 +306,12 @@ def tiles(config: KernelConfig, tiling: Tiling, *, is_masked: bool) -> Iterator[
 
     A masked block is on the diagonal if query and key blocks hold the same rows and only causality masks inside.
     """
-    blocks, group = config.blocks, config.q_per_kv
-    is_diagonal = is_masked and config.is_causal and not config.mask_rules and blocks.query == blocks.key * group
+    blocks, q_per_kv = config.blocks, config.q_per_kv
+    is_diagonal = is_masked and config.is_causal and not config.mask_rules and blocks.query == blocks.key * q_per_kv
     size = min(tiling.query_rows, blocks.query)
     seen_keys = 0
     for first in range(0, blocks.query, size):
-        num_keys = ceil_div(ceil_div(first + size, group), LANES) * LANES if is_diagonal else blocks.key
+        num_keys = ceil_div(ceil_div(first + size, q_per_kv), LANES) * LANES if is_diagonal else blocks.key
         for task in range(tiling.tasks):
             yield Tile(task, first, size, num_keys, seen_keys, is_masked)
         seen_keys = num_keys
