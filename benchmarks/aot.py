@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
 import os
 import pathlib
@@ -30,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 import ringjax as rj
-from ringjax._src.aot.compile import ENVIRONMENT, Workload, compile_for
+from ringjax._src.aot.compile import ENVIRONMENT, compile_for
 from ringjax._src.aot.schedule import Schedule, schedule
 from ringjax._src.aot.targets import CudaTarget, Target, target_named
 
@@ -41,12 +42,15 @@ HEAD_DIMS = (32, 64, 80, 96, 128, 256)
 LEAST_HIDDEN = {("cuda", "forward"): 0.8, ("cuda", "gradient"): 0.5, ("tpu", "forward"): 0.4, ("tpu", "gradient"): 0.15}
 
 
+CAUSAL = functools.partial(rj.plan, is_causal=True, dtype="bfloat16")
+
+
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A workload, its targets by platform, and its passes."""
+    """An attention, its targets by platform, and its passes."""
 
     about: str
-    workload: Workload
+    plan: functools.partial[rj.Plan]  # `ringjax.plan` of the attention, for a ring size
     targets: dict[str, tuple[str, ...]]
     passes: tuple[str, ...] = ("forward", "gradient")
 
@@ -54,35 +58,37 @@ class Case:
 CASES = {
     "ring": Case(
         "131,072 tokens, 8 heads of 128, bfloat16, causal, zigzag; segments 2048, 16384, 131072, rates 1, 4, 16",
-        Workload(
+        functools.partial(
+            CAUSAL,
             rj.DilationPattern((2048, 16384, 131072), (1, 4, 16)),
             seq_len=131072,
             num_heads=8,
             head_dim=128,
+            layout="zigzag",
             strategy="ring",
         ),
         {"tpu": ("v5e:2x4", "v5p:2x2x2", "v6e:2x4"), "cuda": ("A100", "H100", "B200")},
     ),
     "exchange": Case(
         "131,072 tokens, 16 heads of 128, bfloat16, causal, contiguous; segments 2048, 32768, 131072, rates 1, 4, 16",
-        Workload(
+        functools.partial(
+            CAUSAL,
             rj.DilationPattern((2048, 32768, 131072), (1, 4, 16)),
             seq_len=131072,
             num_heads=16,
             head_dim=128,
-            layout="contiguous",
             strategy="all_to_all",
         ),
         {"tpu": ("v5e:4x4", "v5p:2x2x2", "v6e:2x4"), "cuda": ("A100", "H100", "B200")},
     ),
     "million exchange": Case(
         "1,048,576 tokens, 16 heads of 128, bfloat16, causal, contiguous; segments 2048, 32768, 2^20, rates 1, 8, 64",
-        Workload(
+        functools.partial(
+            CAUSAL,
             rj.DilationPattern((2048, 32768, 2**20), (1, 8, 64)),
             seq_len=2**20,
             num_heads=16,
             head_dim=128,
-            layout="contiguous",
             strategy="all_to_all",
         ),
         {"tpu": ("v5p:2x2x2", "v5e:4x4"), "cuda": ("H100",)},
@@ -90,11 +96,13 @@ CASES = {
     ),
     "million": Case(
         "1,048,576 tokens, 16 heads of 128, bfloat16, causal, zigzag; segments 2048, 32768, 1048576, rates 1, 8, 64",
-        Workload(
+        functools.partial(
+            CAUSAL,
             rj.DilationPattern((2048, 32768, 2**20), (1, 8, 64)),
             seq_len=2**20,
             num_heads=16,
             head_dim=128,
+            layout="zigzag",
             strategy="ring",
         ),
         {"tpu": ("v5p:2x2x2", "v5e:4x4"), "cuda": ("H100",)},
@@ -103,8 +111,14 @@ CASES = {
     **{
         f"dim{dim}": Case(
             f"32,768 tokens, 4 heads of {dim}, bfloat16, causal, zigzag; segments 2048, 32768, rates 1, 4",
-            Workload(
-                rj.DilationPattern((2048, 32768), (1, 4)), seq_len=32768, num_heads=4, head_dim=dim, strategy="ring"
+            functools.partial(
+                CAUSAL,
+                rj.DilationPattern((2048, 32768), (1, 4)),
+                seq_len=32768,
+                num_heads=4,
+                head_dim=dim,
+                layout="zigzag",
+                strategy="ring",
             ),
             {"tpu": ("v5e:2x4",), "cuda": ("A100", "H100", "B200")},
             passes=("gradient",),
@@ -162,7 +176,7 @@ class Row:
         failures = []
         if needs_kernel and not self.kernels:
             failures.append("has no kernel")
-        if CASES[self.case].workload.strategy != "ring":
+        if CASES[self.case].plan.keywords["strategy"] != "ring":
             if self.exchanges == 0 or self.permutes:
                 failures.append(f"has {self.exchanges} exchanges and {self.permutes} permutes")
         elif self.hop_permutes == 0:
@@ -186,7 +200,7 @@ class Row:
             failures.append(f"has a kernel that needs {self.kernel_bytes} bytes of {target.kernel_memory_bytes}")
         if self.kernels_without_cost:
             failures.append(f"has kernels without a cost estimate: {self.kernels_without_cost}")
-        if self.kernels and CASES[self.case].workload.head_dim <= 128:
+        if self.kernels and CASES[self.case].plan.keywords["head_dim"] <= 128:
             for name, spilled in self.spilled_bytes.items():
                 if spilled > MOST_SPILLED[self.target]:
                     failures.append(f"has a kernel {name} that spills {spilled} bytes")
@@ -209,11 +223,12 @@ def measure(row: Row, implementation: str | None, with_options: bool) -> Row:
     target = target_named(row.target)
     if not with_options:
         target = dataclasses.replace(target, options=())
-    workload = dataclasses.replace(CASES[row.case].workload, implementation=implementation)
+    plan = CASES[row.case].plan(ring_size=target.devices)
+    spec = plan.spec._replace(implementation=implementation)
     with tempfile.TemporaryDirectory() as folder:
         dump_to = folder if isinstance(target, CudaTarget) else None
         try:
-            compiled, row.seconds = compile_for(target, workload, row.part == "gradient", dump_to)
+            compiled, row.seconds = compile_for(target, spec, row.part == "gradient", dump_to)
         except Exception as error:
             row.error = " ".join(str(error).split())[:2000]
             return row

@@ -31,7 +31,7 @@ from rich.table import Table
 from sass import hot_loop
 
 import ringjax as rj
-from ringjax._src.aot.compile import ENVIRONMENT, Workload, compile_for, ring_mesh
+from ringjax._src.aot.compile import ENVIRONMENT, compile_for, ring_mesh
 from ringjax._src.aot.targets import CUDA_TARGETS
 from ringjax._src.kernels import pallas_gpu
 from ringjax._src.kernels.interface import Case
@@ -98,17 +98,18 @@ class Cost:
 def measure(target_name: str) -> list[Cost]:
     """Compiles the kernels of ringjax for a target."""
     target = dataclasses.replace(CUDA_TARGETS[target_name], devices=2)  # one needs no mesh, which names the GPU
-    workload = Workload(
+    plan = rj.plan(
         rj.DilationPattern((LENGTH,), (1,)),
         seq_len=2 * LENGTH,
         num_heads=HEADS,
         head_dim=HEAD_DIM,
-        layout="contiguous",
-        implementation="pallas",
+        ring_size=target.devices,
+        is_causal=True,
+        dtype="bfloat16",
     )
     costs = []
     with tempfile.TemporaryDirectory() as folder:
-        compile_for(target, workload, True, folder)
+        compile_for(target, plan.spec._replace(implementation="pallas"), True, folder)
         for kernel in KERNELS:
             name = f"ringjax_{kernel}"
             (used,) = kernel_resources(pathlib.Path(folder), target.architecture, [name])

@@ -122,7 +122,7 @@ def report_program(job: PlanOptions, target: Target, part: str) -> ProgramReport
     with tempfile.TemporaryDirectory() as folder:
         dump_to = folder if isinstance(target, TpuTarget) else None
         try:
-            program = compile_for(target, job.workload, part == "gradient", dump_to)
+            program = compile_for(target, job.plan().spec, part == "gradient", dump_to)
         except Exception as error:
             return dataclasses.replace(planned, error=_first_words(str(error)))
         allocated = allocated_temporaries(pathlib.Path(folder))

@@ -12,7 +12,6 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from ringjax._src.aot.compile import Workload
 from ringjax._src.comm.devices import Platform
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
@@ -26,7 +25,7 @@ _COUNT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 _BYTES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _BYTES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _NUMBER = re.compile(r"([0-9]{1,3}(?:[,_][0-9]{3})+|[0-9]{1,40})(\.[0-9]{1,20})?\s*([A-Za-z]*)")
-# Limits that keep planning within seconds and numbers within 64 bits, far above any real workload.
+# Limits that keep planning within seconds and numbers within 64 bits, far above any real model.
 MOST_TOKENS = 2**31 - 1  # positions are 32-bit integers
 MOST_HEADS = 1024
 MOST_DEVICES = 2**16
@@ -35,7 +34,7 @@ _MOST_BRANCHES = 16
 _MOST_CHUNK_HEADS = 2**22  # chunks of the ring times heads
 _MOST_MEMORY = 10**18
 _MOST_SECONDS = 86400.0
-# Fields of `PlanOptions` that are arguments of `ringjax.plan` and `Workload`.
+# Fields of `PlanOptions` that `ringjax.plan` takes as they are.
 _SIZES = ["seq_len", "num_heads", "head_dim", "stored_length", "num_kv_heads", "batch", "layout", "is_causal", "dtype"]
 _SIZES += ["strategy", "has_segment_ids", "has_sinks"]
 
@@ -200,15 +199,6 @@ class PlanOptions:
                 if not strategy.startswith("all_to_all") or _allows_exchange(other):
                     yield other
 
-    @property
-    def workload(self) -> Workload:
-        """The job as a workload for ahead-of-time compilation."""
-        return Workload(self.pattern, **{**self._sizes, "stored_length": self.plan().spec.stored_length})
-
-    @property
-    def _sizes(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in _SIZES}
-
     def coverage(self, most: int) -> Coverage:
         """Returns the coverage, counted over at most `most` positions."""
         countable = 2**28 // (self.kv_heads * len(self.pattern.segment_lengths))  # within seconds
@@ -234,7 +224,8 @@ class PlanOptions:
                 f"got {self.ring_size} times {self.kv_heads}"
             )
         options = {"ring_size": self.ring_size, "head_shards": self.head_shards, "device": self.device or "tpu"}
-        return plan(self.pattern, **options, **self._sizes)  # type: ignore[arg-type]
+        sizes = {name: getattr(self, name) for name in _SIZES}
+        return plan(self.pattern, **options, **sizes)  # type: ignore[arg-type]
 
 
 def _allows_exchange(job: PlanOptions) -> bool:

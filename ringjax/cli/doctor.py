@@ -59,7 +59,7 @@ class Check(NamedTuple):
 class Measurement(NamedTuple):
     """A short performance measurement."""
 
-    about: str  # description of the workload
+    about: str  # description of the attention
     tokens: int  # sequence length
     training_seconds: float  # time of one forward and backward pass
     training_tokens_per_second: float  # throughput of all devices together

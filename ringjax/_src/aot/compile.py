@@ -6,10 +6,9 @@ The compilers are part of separate packages: `libtpu` (with ``jax[tpu]``) for TP
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -20,8 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ringjax._src.aot.targets import CpuTarget, CudaTarget, Target
 from ringjax._src.api import dilated_attention
 from ringjax._src.comm.mesh import Ring
-from ringjax._src.comm.ring_comm import StrategyName
-from ringjax._src.pattern import DilationPattern
+from ringjax._src.planning.spec import AttentionSpec
 
 # Without these variables, the TPU compiler spends minutes looking for a TPU host.
 ENVIRONMENT = {
@@ -34,26 +32,6 @@ ENVIRONMENT = {
 """Environment variables that the compilers need, to be set before JAX is initialized."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Workload:
-    """An attention and the sizes of its arrays."""
-
-    pattern: DilationPattern
-    seq_len: int
-    num_heads: int
-    head_dim: int
-    num_kv_heads: int | None = None
-    batch: int = 1
-    dtype: str = "bfloat16"
-    is_causal: bool = True
-    layout: str = "zigzag"
-    implementation: Literal["xla", "pallas"] | None = None
-    strategy: StrategyName = "auto"
-    stored_length: int | None = None  # length to which the arrays are padded, if given
-    has_segment_ids: bool = False
-    has_sinks: bool = False
-
-
 class CompiledProgram(NamedTuple):
     """A compiled program and its compile time in seconds."""
 
@@ -61,8 +39,8 @@ class CompiledProgram(NamedTuple):
     seconds: float
 
 
-def compile_for(target: Target, workload: Workload, is_gradient: bool, dump_to: str | None = None) -> CompiledProgram:
-    """Compiles a workload, optionally with its gradients, for a ring of all devices of a target.
+def compile_for(target: Target, spec: AttentionSpec, is_gradient: bool, dump_to: str | None = None) -> CompiledProgram:
+    """Compiles an attention, optionally with its gradients, for a ring of all devices of a target.
 
     The compiler dumps its files, including PTX, to the directory `dump_to`, if given.
 
@@ -70,7 +48,7 @@ def compile_for(target: Target, workload: Workload, is_gradient: bool, dump_to: 
         RuntimeError: If the compiler is not installed, or compilation fails; `jax.errors.JaxRuntimeError` if the
             program needs more memory than a device has.
     """
-    program = lowered(ring_mesh(target), workload, is_gradient)
+    program = lowered(ring_mesh(target), spec, is_gradient)
     options: dict[str, str | bool] = dict(target.options)
     if dump_to:
         options |= {"xla_dump_to": dump_to, "xla_dump_emitter_re": "ptx"}
@@ -164,23 +142,25 @@ def _snake(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return points
 
 
-def lowered(mesh: Mesh, workload: Workload, is_gradient: bool) -> jax.stages.Lowered:
-    """Lowers a workload on the ``"ring"`` axis of a mesh: the attention, optionally with its gradients."""
-    ring = Ring(mesh, layout=workload.layout, strategy=workload.strategy)
-    length = workload.stored_length or workload.seq_len
+def lowered(mesh: Mesh, spec: AttentionSpec, is_gradient: bool) -> jax.stages.Lowered:
+    """Lowers an attention, optionally with its gradients, on the ``"ring"`` axis of a mesh.
+
+    If the spec has segment ids, as it does for padded sequences, they are an argument of the program.
+    """
+    ring = Ring(mesh, layout=spec.layout, strategy=spec.strategy)  # type: ignore[arg-type]
 
     def attention(query: Array, key: Array, value: Array, sinks: Array | None, *ids: Array) -> Array:
         return dilated_attention(
             query,
             key,
             value,
-            workload.pattern,
-            is_causal=workload.is_causal,
+            spec.pattern,
+            is_causal=spec.is_causal,
             segment_ids=ids[0] if ids else None,
-            seq_len=workload.seq_len,
+            seq_len=spec.seq_len,
             sink_logits=sinks,
             ring=ring,
-            implementation=workload.implementation,
+            implementation=spec.implementation,  # type: ignore[arg-type]
         )
 
     def gradient(
@@ -189,14 +169,14 @@ def lowered(mesh: Mesh, workload: Workload, is_gradient: bool) -> jax.stages.Low
         out, pull = jax.vjp(lambda *x: attention(*x, *ids), query, key, value, sinks)
         return out, pull(cotangent)
 
-    def shaped(*rest: int, dtype: str = workload.dtype) -> jax.ShapeDtypeStruct:
-        spec = PartitionSpec(*ring.spec()[: 2 + len(rest)])
-        return jax.ShapeDtypeStruct((workload.batch, length, *rest), dtype, sharding=NamedSharding(mesh, spec))
+    def shaped(*rest: int, dtype: str = spec.dtype) -> jax.ShapeDtypeStruct:
+        sharding = NamedSharding(mesh, PartitionSpec(*ring.spec()[: 2 + len(rest)]))
+        return jax.ShapeDtypeStruct((spec.batch, spec.stored_length, *rest), dtype, sharding=sharding)
 
-    query = shaped(workload.num_heads, workload.head_dim)
-    key = shaped(workload.num_kv_heads or workload.num_heads, workload.head_dim)
-    ids = [shaped(dtype="int32")] if workload.has_segment_ids else []
+    num_heads = spec.kv_heads * spec.q_per_kv
+    query, key = shaped(num_heads, spec.head_dim), shaped(spec.kv_heads, spec.head_dim)
+    ids = [shaped(dtype="int32")] if spec.has_ids else []
     replicated = NamedSharding(mesh, PartitionSpec())
-    sinks = jax.ShapeDtypeStruct((workload.num_heads,), "float32", sharding=replicated) if workload.has_sinks else None
+    sinks = jax.ShapeDtypeStruct((num_heads,), "float32", sharding=replicated) if spec.has_sinks else None
     given = (query, key, key, sinks, query) if is_gradient else (query, key, key, sinks)
     return jax.jit(gradient if is_gradient else attention).lower(*given, *ids)
