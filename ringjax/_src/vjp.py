@@ -1,4 +1,7 @@
-"""The custom VJP: all branches of an attention call on one device, one loop forward, one backward.
+"""All branches of an attention call on one device: one loop forward, one backward.
+
+`sharded.py` calls `forward` and `backward` on each of several devices. The custom VJP here serves calls on one device
+and inside the caller's own `shard_map`.
 
 Legend: ``B`` batch, ``c`` rows that the device holds (all ``T`` without a ring), ``K`` key/value heads, ``G`` query
 heads per key/value head, ``H`` head dim.

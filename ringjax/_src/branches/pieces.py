@@ -12,9 +12,9 @@ returns the previous one while a device attends, so that messages overlap with c
     3               3         2
     end                       3
 
-Steps 1 to `num - 2` are one loop: the program does not grow with the number of pieces. CPU devices compute while they
-communicate no faster than afterwards, and their collectives must be ordered (see `ordering.py`). There the stages of a
-step follow one another, in the order that holds the fewest rows: return, attend, send.
+Steps 1 to `num - 2` are one loop: the program does not grow with the number of pieces. On CPU
+devices, overlapping saves no time, and collectives must be ordered (see `ordering.py`). There the stages of a step
+follow one another, in the order that holds the fewest rows: return, attend, send.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the custom VJP knows of a branch.
+"""What the forward and backward pass know of a branch.
 
-A branch first starts its communication; after all branches have started, each attends and merges its result. So the
-messages of one branch overlap with the computation of others.
+Forward, all branches start their communication before any of them attends, so messages of one branch overlap with the
+computation of others. Backward, a ring that is sent in one piece runs all its hops when it starts, and only its last
+message overlaps with other branches.
 """
 
 from __future__ import annotations

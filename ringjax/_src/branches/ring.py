@@ -12,8 +12,8 @@ If the number of devices is even, the last round uses one direction.
     i = 4   4  3, 0  2, 1
 
 In the backward pass, the sums of the gradients of keys follow them, one hop behind. In one direction, a last hop
-returns them to the device of their keys. In two directions, if the plan finds that faster, they return directly after
-the last round, from either side. The same ring; entries: the devices whose keys and sums are on device ``i``.
+returns them to the device of their keys. In two directions, if the plan finds that faster, they return directly from
+the farthest device on either side. The same ring; entries: the devices whose keys and sums are on device ``i``.
 
     one direction                       two directions
     round   0  1  2  3  4  home         round   0  1     2     home
@@ -51,108 +51,109 @@ class RingBranch(SharedBranch):
         partial = self.empty_partial(queries)
         partial = self.attend_chunks(partial, queries, keys, query_device=me, key_device=me, is_own=True)
 
-        def attend_round(partial: PartialSoftmax, arrived: tuple[PackedKeys, ...], hop: Array | int) -> PartialSoftmax:
-            for source, payload in zip((comm.source(hop), comm.source(num - hop)), arrived, strict=False):
+        def attend_round(
+            partial: PartialSoftmax, arrived: tuple[PackedKeys, ...], number: Array | int
+        ) -> PartialSoftmax:
+            for source, payload in zip((comm.source(number), comm.source(num - number)), arrived, strict=False):
                 partial = self.attend_chunks(partial, queries, payload, query_device=me, key_device=source)
             return partial
 
         def step(
-            carry: tuple[tuple[PackedKeys, ...], PartialSoftmax], hop: Array
+            carry: tuple[tuple[PackedKeys, ...], PartialSoftmax], number: Array
         ) -> tuple[tuple[PackedKeys, ...], PartialSoftmax]:
             arrived, partial = carry
             after = tuple(comm.rotate(keys, hops) for keys, hops in zip(arrived, (1, -1), strict=False))
-            return after, attend_round(partial, arrived, hop)
+            return after, attend_round(partial, arrived, number)
 
-        both = (num - 1) // 2  # rounds in which keys arrive from both sides
-        arrived, partial = scan_hops(step, (in_flight, partial), 1, both)
-        if both and num % 2 == 0:
+        two_sided = (num - 1) // 2  # rounds in which keys arrive from both sides
+        arrived, partial = scan_hops(step, (in_flight, partial), 1, two_sided)
+        if two_sided and num % 2 == 0:
             last = comm.rotate(arrived[0])
-            partial, arrived = attend_round(partial, arrived, both), (last,)
+            partial, arrived = attend_round(partial, arrived, two_sided), (last,)
         return attend_round(partial, arrived, num // 2)
 
     def attend_all_bwd(self, queries: PackedQueries, keys: PackedKeys) -> tuple[Array, Array]:
         """Computes the packed gradients: of the queries, and of keys and values.
 
-        The *payload* rotates, its gradient follows one hop behind, and the gradient of the rows that stay accumulates.
+        The *payload* rotates, its gradient follows one hop behind, and the gradient of the held rows accumulates.
         """
         keys_move, zeros = self.plan.moves == "keys", self.zero_grads(queries, keys)
         payload: Payload = keys if keys_move else StackedQueries.stack(queries)
         rotate_all = self._rotate_both_ways if self.plan.directions == 2 else self._rotate_one_way
-        stays, moves = rotate_all(HeldRows(queries, keys, *zeros), payload, zeros[0] if keys_move else zeros[1])
-        return (stays, moves) if keys_move else (moves, stays)
+        dheld, dpayload = rotate_all(HeldRows(queries, keys, *zeros), payload, zeros[0] if keys_move else zeros[1])
+        return (dheld, dpayload) if keys_move else (dpayload, dheld)
 
-    def _rotate_one_way(self, held: HeldRows, payload: Payload, stays: Array) -> tuple[Array, Array]:
-        """Returns the gradients of the rows that stay, and of those that rotate, which follow them home."""
+    def _rotate_one_way(self, held: HeldRows, payload: Payload, dheld: Array) -> tuple[Array, Array]:
+        """Returns the gradients of the held rows, and of the payload, which follow it home."""
         comm, last_hop = self.comm, self.comm.ring_devices - 1
 
-        def add_hop(payload: Payload, moves: Array, stays: Array, hop: Array | int) -> tuple[Array, Array]:
-            arriving = comm.rotate(moves)
-            stays, share = self._attend_hop(held, stays, payload, hop)
-            return arriving + share, stays
+        def add_hop(payload: Payload, dheld: Array, dpayload: Array, hop: Array | int) -> tuple[Array, Array]:
+            arriving = comm.rotate(dpayload)
+            dheld, share = self._attend_hop(held, dheld, payload, hop)
+            return dheld, arriving + share
 
         def step(carry: tuple[Payload, Array, Array], hop: Array) -> tuple[Payload, Array, Array]:
-            payload, moves, stays = carry
+            payload, dheld, dpayload = carry
             next_payload = comm.rotate(payload)
-            return next_payload, *add_hop(payload, moves, stays, hop)
+            return next_payload, *add_hop(payload, dheld, dpayload, hop)
 
         if last_hop == 0:
-            return self._attend_hop(held, stays, payload, 0, is_own=True)
+            return self._attend_hop(held, dheld, payload, 0, is_own=True)
         in_flight = comm.rotate(payload)
-        stays, moves = self._attend_hop(held, stays, payload, 0, is_own=True)
-        in_flight, moves = lax.optimization_barrier((in_flight, moves))  # else XLA may send both together, after hop 0
-        payload, moves, stays = scan_hops(step, (in_flight, moves, stays), 1, last_hop)
-        moves, stays = add_hop(payload, moves, stays, last_hop)
-        return stays, comm.rotate(moves)
+        dheld, own = self._attend_hop(held, dheld, payload, 0, is_own=True)
+        in_flight, own = lax.optimization_barrier((in_flight, own))  # else XLA may send the payload after hop 0
+        payload, dheld, dpayload = scan_hops(step, (in_flight, dheld, own), 1, last_hop)
+        dheld, dpayload = add_hop(payload, dheld, dpayload, last_hop)
+        return dheld, comm.rotate(dpayload)
 
-    def _rotate_both_ways(self, held: HeldRows, payload: Payload, stays: Array) -> tuple[Array, Array]:
-        """Returns the gradients of the rows that stay, and of those that rotate, which come home from both sides."""
+    def _rotate_both_ways(self, held: HeldRows, payload: Payload, dheld: Array) -> tuple[Array, Array]:
+        """Returns the gradients of the held rows, and of the payload, which come home from both sides."""
         comm, num = self.comm, self.comm.ring_devices
-        both, is_even = (num - 1) // 2, num % 2 == 0  # rounds in which rows arrive from both sides
-        ahead = (1, -1)
+        two_sided, is_even = (num - 1) // 2, num % 2 == 0  # if even, the last of num // 2 rounds is one-sided
+        ways = (1, -1)  # ahead and behind
 
-        def add_round(carry: InBothWays, hop: Array | int, to: tuple[int, ...] = ahead) -> InBothWays:
+        def add_round(carry: InBothWays, number: Array | int, to: tuple[int, ...] = ways) -> InBothWays:
             """Attends to what has arrived, and sends it on in the directions `to`."""
-            arrived, sums, stays = carry
+            arrived, sums, dheld = carry
             sent = tuple(comm.rotate(x, way) for x, way in zip(arrived, to, strict=False))
-            arriving = tuple(comm.rotate(x, way) for x, way in zip(sums, ahead, strict=False))
+            arriving = tuple(comm.rotate(x, way) for x, way in zip(sums, ways, strict=False))
             shares: list[Array] = []
-            for rows, passed in zip(arrived, (hop, num - hop), strict=False):
-                stays, share = self._attend_hop(held, stays, rows, passed)
+            for rows, hop in zip(arrived, (number, num - number), strict=False):
+                dheld, share = self._attend_hop(held, dheld, rows, hop)
                 shares.append(share)
             sums = tuple(x + y for x, y in zip(arriving, shares, strict=True)) if sums else tuple(shares)
-            return InBothWays(sent, sums, stays)
+            return InBothWays(sent, sums, dheld)
 
-        in_flight = tuple(comm.rotate(payload, way) for way in ahead)
-        stays, own = self._attend_hop(held, stays, payload, 0, is_own=True)
+        in_flight = tuple(comm.rotate(payload, way) for way in ways)
+        dheld, own = self._attend_hop(held, dheld, payload, 0, is_own=True)
         in_flight, own = lax.optimization_barrier((in_flight, own))  # as above
-        carry, last_to = InBothWays(in_flight, (), stays), (1,) if is_even else ()
-        carry = add_round(carry, 1, ahead if both > 1 else last_to)
-        carry = scan_hops(add_round, carry, 2, both)
-        if both > 1:
-            carry = add_round(carry, both, last_to)
-        front, back = carry.sums[0], comm.rotate(carry.sums[1], both)
-        if is_even:  # the last round uses one direction
-            last = add_round(carry._replace(sums=(front,)), both + 1, ())
-            front, stays = last.sums[0], last.stays
-        else:
-            stays = carry.stays
-        return stays, own + comm.rotate(front, -(num // 2)) + back
+        carry, last_to = InBothWays(in_flight, (), dheld), (1,) if is_even else ()
+        carry = add_round(carry, 1, ways if two_sided > 1 else last_to)
+        carry = scan_hops(add_round, carry, 2, two_sided)
+        if two_sided > 1:
+            carry = add_round(carry, two_sided, last_to)
+        went_ahead, went_behind = carry.sums
+        home = comm.rotate(went_behind, two_sided)
+        if is_even:
+            carry = add_round(carry._replace(sums=(went_ahead,)), two_sided + 1, ())
+            (went_ahead,) = carry.sums
+        return carry.dheld, own + comm.rotate(went_ahead, -(num // 2)) + home
 
     def _attend_hop(
-        self, held: HeldRows, stays: Array, payload: Payload, hop: Array | int, *, is_own: bool = False
+        self, held: HeldRows, dheld: Array, payload: Payload, hop: Array | int, *, is_own: bool = False
     ) -> tuple[Array, Array]:
-        """Adds to the gradient of the rows that stay; returns it and the share of the payload's gradient."""
+        """Adds to the gradient of the held rows; returns it and this device's share of the payload's gradient."""
         me, source = self.comm.device(), self.comm.source(hop)
         if isinstance(payload, PackedKeys):
-            sums, devices = (stays, held.zero_dkv), {"query_device": me, "key_device": source}
+            sums, devices = (dheld, held.zero_dkv), {"query_device": me, "key_device": source}
             return self.attend_chunks_bwd(sums, held.queries, payload, **devices, is_own=is_own)
-        sums, devices = (held.zero_dq, stays), {"query_device": source, "key_device": me}
+        sums, devices = (held.zero_dq, dheld), {"query_device": source, "key_device": me}
         dq, dkv = self.attend_chunks_bwd(sums, payload.unstack(), held.keys, **devices, is_own=is_own)
         return dkv, dq
 
 
 class HeldRows(NamedTuple):
-    """What a device holds during the backward pass."""
+    """What a device holds during the backward pass: the payload is one of queries and keys, the other one stays."""
 
     queries: PackedQueries
     keys: PackedKeys
@@ -184,8 +185,8 @@ Payload = PackedKeys | StackedQueries
 
 
 class InBothWays(NamedTuple):
-    """State of a round: what has come from behind and from ahead, in this order; the last may have only the former."""
+    """State of a round, from behind and from ahead; in the last round of an even ring, only from behind."""
 
     arrived: tuple[Payload, ...]
     sums: tuple[Array, ...]  # gradients of what arrived in the round before, or nothing yet
-    stays: Array  # gradient of the rows that stay
+    dheld: Array  # gradient of the held rows

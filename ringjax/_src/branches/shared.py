@@ -1,8 +1,12 @@
 """What branches that share segments between devices have in common: packing, pieces, and attention to packed rows.
 
-A subclass implements the communication. If only keys and values travel, it implements `send` and `attend_all`;
-otherwise it overrides `send_rows` and `attend_rows`, which call these. Both implement `attend_all_bwd`. Branches with
-large messages send their heads in several *pieces*, one after the other, to save memory.
+A subclass that sends keys and values only implements `send`, `attend_all` and `attend_all_bwd`. One that also sends
+queries overrides `send_rows`, `attend_rows` and `return_rows`, and `send_rows_bwd` and `return_rows_bwd`. Branches with
+large messages send their heads in several *pieces*, one after the other, to save memory. The forward pass:
+
+    start         stages.send        send_rows            pack keys, send
+    finish        stages.attend      attend_rows          pack queries, attend_all -> attend_chunks -> dispatch.attend
+                  stages.collect     return_rows          merge into the dense arrays
 """
 
 from __future__ import annotations
@@ -83,7 +87,7 @@ class SharedBranch(abc.ABC):
 
     @abc.abstractmethod
     def attend_all_bwd(self, queries: PackedQueries, keys: PackedKeys) -> tuple[Array, Array]:
-        """Computes the packed gradients, with all communication: (N, C, n * G, H) and (2, N, C, n, H)."""
+        """Computes the packed gradients of what `send_rows_bwd` returns: (N, C, n * G, H) and (2, N, C, n, H)."""
 
     @property
     def comm(self) -> RingComm:

@@ -22,7 +22,7 @@ State = TypeVar("State")
 
 @dataclasses.dataclass(frozen=True)
 class RingComm:
-    """Groups of devices on a mesh axis, each of which forms a ring.
+    """Groups of devices on a mesh axis, each of which forms a ring. Collectives other than `rotate` need stride 1.
 
     The members of a ring are `stride` devices apart. 8 devices in rings of 2 with stride 2, which form 4 teams:
 
@@ -73,6 +73,7 @@ class RingComm:
         return jax.tree.map(scatter, tree)
 
     def _groups(self) -> list[list[int]]:
+        assert self.stride == 1
         return [list(range(i, i + self.ring_devices)) for i in range(0, self.axis_size, self.ring_devices)]
 
 

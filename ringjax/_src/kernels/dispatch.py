@@ -1,4 +1,4 @@
-"""Chooses the implementation of `attend` and `attend_bwd`: the only entry to the kernels.
+"""Chooses the implementation of `attend` and `attend_bwd`: branches call the kernels through this module only.
 
 A new implementation is one file with a `Backend`, and one entry of `BACKENDS`.
 """

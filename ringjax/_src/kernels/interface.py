@@ -156,7 +156,7 @@ class Residuals(NamedTuple):
 
     dout: Array  # gradient with respect to the output, like the query
     lse: Array  # log-sum-exp over all branches, from `softmax.for_backward`, like the query without its last axis
-    delta: Array  # ``sum(dout * out)`` over the last axis
+    delta: Array  # ``sum(dout * out)`` over the last axis, minus the gradient of the log-sum-exp if it was returned
     out: Array | None = None  # the output; plain XLA uses it for exact zeros where a query attends to a single key
 
 

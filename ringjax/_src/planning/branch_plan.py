@@ -42,7 +42,7 @@ class BranchPlan:
         is_aligned: Whether all chunks select the same rows in this branch, which is the fast path.
         advice: How to make the branch aligned, or an empty string.
         num_rows: Number of rows selected on a device, summed over its heads, per batch entry.
-        pieces: Number of parts in which the heads are sent one after the other. Large messages are split to save
+        pieces: Number of pieces in which the heads are sent, one after the other. Large messages are split to save
             memory.
         moves: What rotates in the backward pass.
         directions: In how many directions it rotates, on rings.
@@ -118,7 +118,7 @@ class BranchPlan:
 
     @property
     def hops(self) -> int:
-        """Number of hops that keys take in the forward pass, in each of two directions."""
+        """Number of rounds in which keys rotate in the forward pass, in both directions at once."""
         return self.ring_devices // self.exchange_devices // 2 if self.where in ("ring", "all_to_all_ring") else 0
 
     @property
@@ -324,9 +324,9 @@ class _SharedRows(NamedTuple):
         return self.devices > 2 and size.keys <= _LATENCY_BYTES and fits
 
     def _pieces(self, group: Group) -> int:
-        """Returns the number of equal parts in which the heads are sent: as many as keep messages long.
+        """Returns the number of equal pieces in which the heads are sent: as many as keep messages long.
 
-        The heads of a part must be shared by the same number of devices as all heads.
+        The heads of a piece must be shared by the same number of devices as all heads.
         """
         size = costs.row_bytes(self.spec, self.spec.batch * self.num_rows).keys
         fits = [

@@ -158,10 +158,10 @@ def backward_directions(spec: AttentionSpec, messages: tuple[Message, ...], num:
     """Returns in how many directions rows and the sums of their gradients rotate in the backward pass.
 
     In one direction, the sums follow their rows around the ring, one hop behind, and are home after a last hop. In two,
-    there are half as many rounds, on twice as many links of a torus, but the last messages are longer, and no
+    there are half as many rounds, on twice as many links of a torus, but the last messages travel farther, and no
     computation hides them: the sums return directly from up to half of the ring away. So two directions are faster
-    unless computation takes longer than communication. They hold more rows, so they need room. Devices that share cores
-    gain nothing from sending at once.
+    unless computation takes longer than communication. They hold more rows, so they are used only if memory allows.
+    Devices that share cores gain nothing from sending at once.
 
     Args:
         spec: The attention call.
