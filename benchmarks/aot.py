@@ -47,10 +47,10 @@ CAUSAL = functools.partial(rj.plan, is_causal=True, dtype="bfloat16")
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An attention, its targets by platform, and its passes."""
+    """An attention call, its targets by platform, and its passes."""
 
     about: str
-    plan: functools.partial[rj.Plan]  # `ringjax.plan` of the attention, for a ring size
+    plan: functools.partial[rj.Plan]  # makes the plan for a ring size
     targets: dict[str, tuple[str, ...]]
     passes: tuple[str, ...] = ("forward", "gradient")
 

@@ -118,8 +118,8 @@ def test_missing_compiler_error_names_the_extra_to_install(monkeypatch, capsys):
 def on_cpu(monkeypatch):
     """Compiles for CPU devices in this process instead of for a TPU."""
 
-    def compile_here(target, spec, is_gradient, dump_to=None):
-        program = lowered(ring_mesh(target.devices), spec, is_gradient)
+    def compile_here(target, spec, is_gradient, dump_to=None, has_segment_ids=False):
+        program = lowered(ring_mesh(target.devices), spec, is_gradient, has_segment_ids)
         return CompiledProgram(program.compile(compiler_options=QUICK), 1.0)
 
     monkeypatch.setattr(cli_aot, "compile_for", compile_here)

@@ -8,8 +8,9 @@ from test_ring_program import Program, executed
 
 import ringjax as rj
 from ringjax._src.aot.schedule import parse
+from ringjax._src.branches import registry
 from ringjax._src.comm import mesh
-from ringjax._src.planning import branch_plan
+from ringjax._src.planning import branch_plan, costs
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +71,8 @@ PROGRAMS = {
     "5, segment ids": {"ring_size": 5, "length": 320, "ids": True},
     "8, float16": {"ring_size": 8, "dtype": "float16", "layout": "zigzag", "is_causal": True},
     "8, teams": {"ring_size": 8, "kv_heads": 2, "strategy": "all_to_all_ring"},
+    "7, two branches": {"ring_size": 7, "length": 448, "q_per_kv": 2, "segments": (448, 448)},
+    "8, two branches": {"ring_size": 8, "q_per_kv": 2, "segments": (256, 256)},
 }
 
 
@@ -77,11 +80,11 @@ PROGRAMS = {
     "name", [pytest.param(name, marks=slow_unless(name in ("4, grouped queries", "8, teams"))) for name in PROGRAMS]
 )
 def test_both_directions_send_what_is_planned_in_a_fixed_order(name):
-    options = PROGRAMS[name]
-    program = Program(
-        rj.DilationPattern((options.get("length", 256),), (4,)), is_gradient=True, device="h100", **options
-    )
-    assert [branch.directions for branch in program.plan.branches] == [2]
+    options = dict(PROGRAMS[name])
+    segments = options.pop("segments", (options.get("length", 256),))
+    pattern = rj.DilationPattern(segments, (4, 2)[: len(segments)])
+    program = Program(pattern, is_gradient=True, device="h100", **options)
+    assert [branch.directions for branch in program.plan.branches] == [2] * len(segments)
     compiled = [compiled.as_text() for compiled in program.passes()]
     assert [executed(text) for text in compiled] == [program.planned("forward"), program.planned("backward")]
     assert [unordered_loops(parse(text)) for text in compiled] == [[], []]
@@ -93,6 +96,7 @@ def test_bfloat16_error_does_not_grow_with_two_directions():
     low = case.arrays("bfloat16")
     exact = run(rj.dilated_attention, [x.astype(jnp.float32) for x in low], case.pattern)
     errors = []
+    assert CASES["8, keys"].branches[-1].directions == 2
     for ring_size in (1, 8):
         attention = on_ring(rj.Ring(ring_mesh(ring_size), strategy="ring"))
         found = run(attention, low, case.pattern, compiler_options=QUICK)
@@ -117,11 +121,33 @@ def test_plan_rotates_both_ways_where_communication_takes_longer_than_computatio
     assert directions(seq_len=65536, ring_size=2) == 1
 
 
-def test_plan_rotates_one_way_if_rows_from_both_sides_would_fill_the_memory_budget():
-    options = {"seq_len": 8192, "rate": 1, "num_heads": 1}
-    budget = plan_of(**options).memory("tpu").gradient
-    assert directions(**options) == 2
-    assert directions(**options, memory_budget=budget) == 1
+def test_plan_rotates_one_way_if_rows_from_both_sides_exceed_the_memory_budget():
+    options = {"seq_len": 16384, "rate": 4}
+    both = plan_of(**options)
+    needed = both.memory("tpu").gradient
+    assert both.branches[0].directions == 2
+    assert directions(**options, memory_budget=needed) == 2
+    tight = plan_of(**options, memory_budget=needed - 1)
+    assert tight.branches[0].directions == 1
+    least = tight.memory("tpu").gradient
+    assert least < needed
+    assert directions(**options, memory_budget=least) == 1
+    with pytest.raises(ValueError, match=rf"`memory_budget` must be at least \d+ .* got {least - 1};"):
+        plan_of(**options, memory_budget=least - 1)
+
+
+def test_a_strategy_that_rotates_one_way_is_planned_in_one_direction(monkeypatch):
+    monkeypatch.setitem(costs.SHARING, "ring", costs.ROTATION._replace(is_two_way=False))
+    rj.pattern_cache_clear()
+    one = plan_of(seq_len=65536)
+    rj.pattern_cache_clear()
+    assert one.branches[0].directions == 1
+    assert one.branches[0].backward == plan_of(seq_len=65536, device="cpu").branches[0].backward
+
+
+def test_a_strategy_cannot_be_added_twice():
+    with pytest.raises(ValueError, match="`name` must be new, got 'ring'"):
+        registry.add_strategy("ring", registry.RingBranch, costs.ROTATION)
 
 
 def test_two_directions_send_one_sum_less():

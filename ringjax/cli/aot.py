@@ -114,7 +114,7 @@ def _row(
 
 
 def report_program(job: PlanOptions, target: Target, part: str) -> ProgramReport:
-    """Compiles an attention for a target in this process and analyzes the program.
+    """Compiles an attention call for a target in this process and analyzes the program.
 
     The variables of `ringjax.aot.ENVIRONMENT` must be set before JAX is initialized.
     """
@@ -122,7 +122,8 @@ def report_program(job: PlanOptions, target: Target, part: str) -> ProgramReport
     with tempfile.TemporaryDirectory() as folder:
         dump_to = folder if isinstance(target, TpuTarget) else None
         try:
-            program = compile_for(target, job.plan().spec, part == "gradient", dump_to)
+            spec, is_gradient = job.plan().spec, part == "gradient"
+            program = compile_for(target, spec, is_gradient, dump_to, has_segment_ids=job.has_segment_ids)
         except Exception as error:
             return dataclasses.replace(planned, error=_first_words(str(error)))
         allocated = allocated_temporaries(pathlib.Path(folder))

@@ -59,7 +59,7 @@ class Check(NamedTuple):
 class Measurement(NamedTuple):
     """A short performance measurement."""
 
-    about: str  # description of the attention
+    about: str  # description of the attention call
     tokens: int  # sequence length
     training_seconds: float  # time of one forward and backward pass
     training_tokens_per_second: float  # throughput of all devices together

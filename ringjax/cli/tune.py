@@ -67,7 +67,7 @@ class Tuning:
     layout: str  # the fastest layout
     strategy: StrategyName  # the fastest strategy
     block_sizes: BlockSizes | None  # the fastest block sizes; None for the defaults, or without kernels
-    about: str = ""  # description of the attention
+    about: str = ""  # description of the attention call
     trials: tuple[Trial, ...] = ()  # all measurements
 
     def ring(self, mesh: Mesh, **options: Any) -> Ring:  # noqa: ANN401

@@ -39,8 +39,10 @@ class CompiledProgram(NamedTuple):
     seconds: float
 
 
-def compile_for(target: Target, spec: AttentionSpec, is_gradient: bool, dump_to: str | None = None) -> CompiledProgram:
-    """Compiles an attention, optionally with its gradients, for a ring of all devices of a target.
+def compile_for(
+    target: Target, spec: AttentionSpec, is_gradient: bool, dump_to: str | None = None, *, has_segment_ids: bool = False
+) -> CompiledProgram:
+    """Compiles an attention call, optionally with its gradients, for a ring of all devices of a target.
 
     The compiler dumps its files, including PTX, to the directory `dump_to`, if given.
 
@@ -48,7 +50,7 @@ def compile_for(target: Target, spec: AttentionSpec, is_gradient: bool, dump_to:
         RuntimeError: If the compiler is not installed, or compilation fails; `jax.errors.JaxRuntimeError` if the
             program needs more memory than a device has.
     """
-    program = lowered(ring_mesh(target), spec, is_gradient)
+    program = lowered(ring_mesh(target), spec, is_gradient, has_segment_ids)
     options: dict[str, str | bool] = dict(target.options)
     if dump_to:
         options |= {"xla_dump_to": dump_to, "xla_dump_emitter_re": "ptx"}
@@ -142,12 +144,25 @@ def _snake(sizes: Sequence[int]) -> list[tuple[int, ...]]:
     return points
 
 
-def lowered(mesh: Mesh, spec: AttentionSpec, is_gradient: bool) -> jax.stages.Lowered:
-    """Lowers an attention, optionally with its gradients, on the ``"ring"`` axis of a mesh.
+def lowered(mesh: Mesh, spec: AttentionSpec, is_gradient: bool, has_segment_ids: bool = False) -> jax.stages.Lowered:
+    """Lowers an attention call, optionally with its gradients, on the ``"ring"`` axis of a mesh.
 
-    If the spec has segment ids, as it does for padded sequences, they are an argument of the program.
+    Args:
+        mesh: A mesh with this axis only.
+        spec: The spec of a plan for a ring of this size.
+        is_gradient: Whether to compute gradients.
+        has_segment_ids: Whether the caller passes segment ids; padding needs none.
+
+    Raises:
+        ValueError: If the spec is not one of a ring over all devices of the mesh.
     """
-    ring = Ring(mesh, layout=spec.layout, strategy=spec.strategy)  # type: ignore[arg-type]
+    if spec.ring_size != mesh.size or spec.head_shards > 1 or spec.inner_devices is not None:
+        raise ValueError(
+            f"`spec` must describe a ring of {mesh.size} devices over one mesh axis, got a ring of {spec.ring_size}, "
+            f"heads sharded over {spec.head_shards} devices and inner_devices={spec.inner_devices}."
+        )
+    options = {"layout": spec.layout, "strategy": spec.strategy, "memory_budget": spec.memory_budget}
+    ring = Ring(mesh, **options)  # type: ignore[arg-type]
 
     def attention(query: Array, key: Array, value: Array, sinks: Array | None, *ids: Array) -> Array:
         return dilated_attention(
@@ -161,6 +176,7 @@ def lowered(mesh: Mesh, spec: AttentionSpec, is_gradient: bool) -> jax.stages.Lo
             sink_logits=sinks,
             ring=ring,
             implementation=spec.implementation,  # type: ignore[arg-type]
+            block_sizes=spec.block_sizes,
         )
 
     def gradient(
@@ -175,7 +191,7 @@ def lowered(mesh: Mesh, spec: AttentionSpec, is_gradient: bool) -> jax.stages.Lo
 
     num_heads = spec.kv_heads * spec.q_per_kv
     query, key = shaped(num_heads, spec.head_dim), shaped(spec.kv_heads, spec.head_dim)
-    ids = [shaped(dtype="int32")] if spec.has_ids else []
+    ids = [shaped(dtype="int32")] if has_segment_ids else []
     replicated = NamedSharding(mesh, PartitionSpec())
     sinks = jax.ShapeDtypeStruct((num_heads,), "float32", sharding=replicated) if spec.has_sinks else None
     given = (query, key, key, sinks, query) if is_gradient else (query, key, key, sinks)

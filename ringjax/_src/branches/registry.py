@@ -27,7 +27,12 @@ def add_strategy(name: StrategyName, branch: type[SharedBranch], sharing: Sharin
         name: Its name.
         branch: How a device executes it.
         sharing: Which messages it sends, for the planner.
+
+    Raises:
+        ValueError: If there is a strategy with this name.
     """
+    if name in STRATEGIES:
+        raise ValueError(f"`name` must be new, got {name!r}.")
     STRATEGIES.append(name)
     SHARED_BRANCHES[name], SHARING[name] = branch, sharing
 

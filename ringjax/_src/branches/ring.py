@@ -126,7 +126,7 @@ class RingBranch(SharedBranch):
 
         in_flight = tuple(comm.rotate(payload, way) for way in ways)
         dheld, own = self._attend_hop(held, dheld, payload, 0, is_own=True)
-        in_flight, own = lax.optimization_barrier((in_flight, own))  # as above
+        in_flight, own = lax.optimization_barrier((in_flight, own))  # sends the payload beside hop 0
         carry, last_to = InBothWays(in_flight, (), dheld), (1,) if is_even else ()
         carry = add_round(carry, 1, ways if two_sided > 1 else last_to)
         carry = scan_hops(add_round, carry, 2, two_sided)

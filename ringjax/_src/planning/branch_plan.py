@@ -45,7 +45,7 @@ class BranchPlan:
         pieces: Number of pieces in which the heads are sent, one after the other. Large messages are split to save
             memory.
         moves: What rotates in the backward pass.
-        directions: In how many directions it rotates, on rings.
+        directions: In how many directions it rotates on a ring; 1 without hops.
         forward: Messages of the forward pass.
         backward: Messages of the backward pass.
         spec: The attention call that was planned.
@@ -278,7 +278,9 @@ class _SharedRows(NamedTuple):
             branch=self.branch,
             selections=selections,
         )
-        work = BACKWARD * one_way.work_seconds / pieces
+        if not sharing.is_two_way:
+            return one_way
+        work = lambda: BACKWARD * one_way.work_seconds / pieces  # noqa: E731
         directions = costs.backward_directions(spec, one_way.backward, group.ring, work)
         return one_way if directions == 1 else dataclasses.replace(one_way, directions=2, backward=backward(2))
 

@@ -140,11 +140,12 @@ class Sharing(NamedTuple):
     forward: Callable[[AttentionSpec, int, Group], tuple[Message, ...]]
     backward: Callable[[AttentionSpec, int, Group, Moves], tuple[Message, ...]]
     moves: tuple[Moves, ...]  # what can move in the backward pass
+    is_two_way: bool = False  # whether `backward` can rotate in both directions, see `Group.directions`
 
 
-ROTATION = Sharing(_ring_forward, _ring_backward, ("keys", "queries"))
+ROTATION = Sharing(_ring_forward, _ring_backward, ("keys", "queries"), is_two_way=True)
 GATHERING = Sharing(_gather_forward, _gather_backward, ("keys",))
-EXCHANGE = Sharing(_exchange_forward, _exchange_backward, ("keys", "queries"))
+EXCHANGE = Sharing(_exchange_forward, _exchange_backward, ("keys", "queries"), is_two_way=True)
 SHARING: dict[str, Sharing] = {}  # by strategy, see `branches/registry.py`
 
 
@@ -154,33 +155,33 @@ def cheapest_moves(spec: AttentionSpec, rows: int, group: Group, where: str) -> 
     return min(sharing.moves, key=lambda moves: sum(m.sent for m in sharing.backward(spec, rows, group, moves)))
 
 
-def backward_directions(spec: AttentionSpec, messages: tuple[Message, ...], num: int, work: float) -> Literal[1, 2]:
+def backward_directions(
+    spec: AttentionSpec, messages: tuple[Message, ...], num: int, work: Callable[[], float]
+) -> Literal[1, 2]:
     """Returns in how many directions rows and the sums of their gradients rotate in the backward pass.
 
     In one direction, the sums follow their rows around the ring, one hop behind, and are home after a last hop. In two,
-    there are half as many rounds, on twice as many links of a torus, but the last messages travel farther, and no
-    computation hides them: the sums return directly from up to half of the ring away. So two directions are faster
-    unless computation takes longer than communication. They hold more rows, so they are used only if memory allows.
-    Devices that share cores gain nothing from sending at once.
+    there are half as many rounds, on twice as many links of a torus, but the last messages travel farther: the sums
+    return directly from up to half of the ring away, which is counted as if no computation hid it. So two directions
+    are faster unless computation takes longer than communication. They hold more rows, see `plan.checked_plan`. Devices
+    that share cores gain nothing from sending at once.
 
     Args:
         spec: The attention call.
         messages: What a device sends in one direction; the last hops are those of sums.
         num: Number of devices, or teams, of the ring.
-        work: Seconds of computation.
+        work: Returns the seconds of computation.
     """
     device = device_named(spec.device)
+    if num < 3 or device.shares_cores or spec.memory_budget == 0:
+        return 1
     hops = [x for x in messages if x.op == "collective-permute"]
-    if num < 3 or device.shares_cores or not hops:
-        return 1
-    sums, payload = hops[-1].bytes, sum(x.bytes for x in hops[:-1])
-    if spec.memory_budget is not None and 2 * (payload + sums) > spec.memory_budget / 8:
-        return 1
+    sums, payload, seconds = hops[-1].bytes, sum(x.bytes for x in hops[:-1]), work()
     bandwidth = message_bandwidth(hops[0], device, spec.inner_devices)
     at_once, links = (2, num // 2) if device.is_torus else (1, 2)
-    one = max(work, (num - 1) * (payload + sums) / bandwidth) + sums / bandwidth + num * device.latency
+    one = max(seconds, (num - 1) * (payload + sums) / bandwidth) + sums / bandwidth + num * device.latency
     hopping = ((num - 1) * payload + (num - 3) * sums) / (at_once * bandwidth)
-    two = max(work, hopping) + links * sums / bandwidth + (num // 2 + 1) * device.latency
+    two = max(seconds, hopping) + links * sums / bandwidth + (num // 2 + 1) * device.latency
     return 2 if two < one else 1
 
 

@@ -313,9 +313,13 @@ def checked_plan(spec: AttentionSpec) -> Plan:
     budget = spec.memory_budget
     needed = lambda plan: plan.memory(spec.platform).gradient  # noqa: E731
     if budget is not None and needed(made) > budget:
-        least = make_plan(spec._replace(strategy="ring"))
-        if needed(least) <= budget and spec.strategy == "auto":
-            return least
+        # gradients rotate in one direction, and if that is not enough, no heads are exchanged
+        tight = spec._replace(memory_budget=0)
+        least = make_plan(tight._replace(strategy="ring"))
+        allowed = [make_plan(tight), *([least] if spec.strategy == "auto" else [])]
+        for smaller in allowed:
+            if needed(smaller) <= budget:
+                return smaller
         raise ValueError(
             f"`memory_budget` must be at least {needed(least)} bytes per device for this attention and its gradient on "
             f"{spec.platform} on a ring of {spec.ring_size} with strategy='ring', got {budget}; a larger ring, a "

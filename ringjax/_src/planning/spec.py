@@ -34,7 +34,7 @@ class AttentionSpec(NamedTuple):
     ring_size: int = 1  # devices that share the sequence
     layout: str = "contiguous"  # layout of the sequence
     strategy: str = "ring"  # how branches share segments
-    memory_budget: int | None = None  # bytes per device, or None
+    memory_budget: int | None = None  # bytes per device, or None; 0 means as few as the strategy allows
     head_shards: int = 1  # devices that share the heads
     device: str = "cpu"  # name of the devices, see `devices.py`
     inner_devices: int | None = None  # devices on the inner mesh axis, if the ring is over several axes

@@ -17,11 +17,11 @@ struct GradientTile {
   static int64_t size(int64_t width) { return 5 * kTile * width + 2 * kTile; }
 
   template <class T>
-  void fill(const Call<T, A>& call, const Task<T, A>& task, int64_t start, int64_t row_count) {
+  void fill(const Call<T, A>& call, const Task<T, A>& task, int64_t start, int64_t row_count, bool is_written) {
     queries.fill(call, task, start, row_count);
     for (const int64_t index : queries.index) {
       prefetch(call.dout, index, call.dim);
-      if (call.dq) prefetch(call.dq, index, call.dim);
+      if (is_written) prefetch(call.dq, index, call.dim);
     }
     gather_transposed(q_transposed, call.query, queries, call.dim, call.scale);
     gather_transposed(dout_transposed, call.dout, queries, call.dim, call.output_factor);
@@ -93,7 +93,8 @@ class Backward {
       if (first >= end) continue;
       const int64_t start = block * call_.query_block;
       const int64_t num_tiles = call_.num_tiles(start);
-      for (int64_t t = 0; t < num_tiles; ++t) tiles_[t].fill(call_, task, start + t * kTile, range.row_count);
+      for (int64_t t = 0; t < num_tiles; ++t)
+        tiles_[t].fill(call_, task, start + t * kTile, range.row_count, of_queries);
       for (int64_t row = first; row < end; row += kTile) {
         keys_.fill(call_, task, row, end, range.row_count);
         keys_.prefetch_next(call_, task, end, range.row_count);

@@ -110,8 +110,8 @@ class Task {
   const int32_t *task_, *kv_block_ranges_;
 };
 
-// Starts to load a row into the cache, which takes long: the processor does not foresee rows that are far apart. A row
-// with index -1 is skipped.
+// Starts to load a row into the cache, which takes long: the hardware prefetcher does not predict rows that are far
+// apart. A row with index -1 is skipped.
 template <class T>
 void prefetch(const T* rows, int64_t index, int64_t dim) {
   if (index < 0) return;
