@@ -161,7 +161,7 @@ def test_aot_report_is_compared_with_the_plan(on_cpu, capsys):
 
 
 def test_compiler_error_is_reported(on_cpu, monkeypatch, capsys):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise RuntimeError("RESOURCE_EXHAUSTED:\n needs 168 GB of 95 GB")
 
     monkeypatch.setattr(cli_aot, "compile_for", refuse)
