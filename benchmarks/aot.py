@@ -147,7 +147,8 @@ class Row:
     hop_permutes_hidden_by_kernel: int = 0
     hop_permutes_hidden_by_dots: int = 0
     other_permutes_hidden: int = 0
-    hops_in_flight: int = 0
+    directions: int = 1  # in which rows rotate in the backward pass, as planned
+    both_ways: tuple[bool, bool] = (False, False)  # whether both directions are in flight at once, forward and backward
     exchanges: int = 0
     exchanges_async: int = 0
     exchange_bytes: int = 0  # of all that are sent, loop iterations included
@@ -188,8 +189,10 @@ class Row:
         if hidden < self.hop_permutes:
             exposed = self.hop_permutes - hidden
             failures.append(f"{exposed} of {self.hop_permutes} permutes in hop loops do not overlap with {compute}")
-        if self.hop_permutes and self.part == "forward" and self.hops_in_flight < 2:
-            failures.append("does not send in both directions at once")
+        passes = [("forward", self.permutes > 0), ("backward", self.part == "gradient" and self.directions == 2)]
+        for (name, is_two_way), found in zip(passes, self.both_ways, strict=True):
+            if is_two_way and not found:
+                failures.append(f"does not send in both directions at once in the {name} pass")
         if self.permutes_async < self.permutes:
             failures.append(f"{self.permutes - self.permutes_async} of {self.permutes} permutes are synchronous")
         if self.kernels and self.kernel_bytes is None:
@@ -223,7 +226,9 @@ def measure(row: Row, implementation: str | None, with_options: bool) -> Row:
     target = target_named(row.target)
     if not with_options:
         target = dataclasses.replace(target, options=())
-    plan = CASES[row.case].plan(ring_size=target.devices)
+    kind = target.name.partition(":")[0].lower()
+    plan = CASES[row.case].plan(ring_size=target.devices, device=kind)
+    row.directions = max(branch.directions for branch in plan.branches)
     spec = plan.spec._replace(implementation=implementation)
     with tempfile.TemporaryDirectory() as folder:
         dump_to = folder if isinstance(target, CudaTarget) else None
@@ -249,7 +254,7 @@ def _fill_schedule(row: Row, parsed: Schedule) -> None:
     row.permutes, row.permutes_async = len(parsed.permutes), parsed.num_async
     row.hop_permutes = len(parsed.in_hop_loops)
     row.hop_permutes_hidden_by_kernel = len(parsed.hidden(("kernel",)))
-    row.hops_in_flight = parsed.hops_in_flight
+    row.both_ways = tuple(parsed.sends_both_ways(is_backward=x) for x in (False, True))
     row.hop_permutes_hidden_by_dots = len(parsed.hidden(("dots",)))
     exposed = [x for x in parsed.permutes if not x.is_async or x.between == "nothing"]
     row.other_permutes_hidden = sum(not x.in_hop_loop for x in parsed.permutes) - sum(

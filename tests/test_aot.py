@@ -79,15 +79,21 @@ def test_kernel_between_start_and_done_hides_the_message():
     assert read.vmem_bytes == 3915776
 
 
-def test_messages_are_in_flight_at_once_if_both_start_before_either_is_done():
-    assert schedule(TPU_LOOP).hops_in_flight == 1
-    lines = TPU_LOOP.splitlines()
+@pytest.mark.parametrize("is_backward", [False, True])
+def test_both_directions_are_in_flight_if_both_start_before_either_is_done(is_backward):
+    scope = "branch1_w512_r1_bwd" if is_backward else "branch1_w512_r1"
+    ahead, behind = "{{0,1},{1,2},{2,0}}", "{{0,2},{1,0},{2,1}}"
+    text = TPU_LOOP.replace("{{0,1},{1,0}}", f'{ahead}, metadata={{op_name="jit(f)/{scope}/ppermute"}}')
+    lines = text.splitlines()
     start, done = (next(x for x in lines if f"%permute-{name} =" in x) for name in ("start", "done"))
-    others = [x.replace("%permute-", "%back-") for x in (start, done)]
-    together = TPU_LOOP.replace(start, f"{start}\n{others[0]}").replace(done, f"{done}\n{others[1]}")
-    assert schedule(together).hops_in_flight == 2
-    one_by_one = TPU_LOOP.replace(done, f"{done}\n{others[0]}\n{others[1]}")
-    assert schedule(one_by_one).hops_in_flight == 1
+    others = [x.replace("%permute-", "%back-").replace(ahead, behind) for x in (start, done)]
+    together = text.replace(start, f"{start}\n{others[0]}").replace(done, f"{done}\n{others[1]}")
+    assert schedule(together).sends_both_ways(is_backward=is_backward)
+    assert not schedule(together).sends_both_ways(is_backward=not is_backward)
+    one_by_one = text.replace(done, f"{done}\n{others[0]}\n{others[1]}")
+    assert not schedule(one_by_one).sends_both_ways(is_backward=is_backward)
+    same_way = together.replace(behind, ahead)
+    assert not schedule(same_way).sends_both_ways(is_backward=is_backward)
 
 
 def test_kernel_before_the_message_does_not_hide_it():

@@ -40,6 +40,9 @@ _TARGET = re.compile(r'custom_call_target="([^"]*)"')
 _SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
 _VMEM = re.compile(r'"used_scoped_memory_configs":(\[[^\]]*\])')
 _FLOPS = re.compile(r'"cost_estimate":\{"flops":"(\d+)"')
+_PAIRS = re.compile(r"\bsource_target_pairs=\{((?:\{\d+,\d+\},?)*)\}")
+_PAIR = re.compile(r"\{(\d+),(\d+)\}")
+_IN_BACKWARD = re.compile(r'op_name="[^"]*_bwd/')
 _ASYNC_CALLS = ("async-start", "call-start")  # the second: SparseCores of a TPU execute the computation
 _MOVES = ("copy", "bitcast", "copy-start", "copy-done")
 
@@ -78,6 +81,8 @@ class SentMessage:
     beside_loop: bool  # whether a loop is between start and done: rows are packed, merged or added, or a kernel runs
     started: int  # position of the start in the computation
     ended: int  # position of the done, or of the start if it is synchronous
+    pairs: frozenset[tuple[int, int]]  # source and target devices of a permute
+    is_backward: bool  # whether it belongs to the backward pass of a branch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,13 +127,15 @@ class Schedule:
         """Returns the asynchronous messages of hop loops that overlap with such work."""
         return tuple(permute for permute in self.in_hop_loops if permute.is_async and permute.between in by)
 
-    @property
-    def hops_in_flight(self) -> int:
-        """The most messages of a hop loop that are in flight at once."""
-        hops = self.in_hop_loops
-        return max(
-            (sum(y.computation == x.computation and y.started <= x.started < y.ended for y in hops) for x in hops),
-            default=0,
+    def sends_both_ways(self, *, is_backward: bool) -> bool:
+        """Returns whether permutes in opposite directions are in flight at once: both start before either is done."""
+        found = [x for x in self.permutes if x.is_backward == is_backward and x.pairs]
+        return any(
+            x.computation == y.computation
+            and y.started < x.started < y.ended
+            and x.pairs == {(target, source) for source, target in y.pairs}
+            for x in found
+            for y in found
         )
 
     @property
@@ -283,6 +290,9 @@ def _message(op: str, at: int, computation: str, program: Program, in_hop_loop: 
     sent = set(given.operands) - {start.name}
     size = sum(first_array(x.shape)[1] for x in lines if x.name in sent)
     ended = ends[0] if is_pair and ends else begin
+    given_in = [start, *(x for name in start.callees for x in program.get(name, []) if x.opcode == op)]
+    attributes = " ".join(x.rest for x in given_in)
+    listed = _PAIRS.search(attributes)
     return SentMessage(
         op=op,
         name=start.name,
@@ -296,6 +306,8 @@ def _message(op: str, at: int, computation: str, program: Program, in_hop_loop: 
         beside_loop=any(x.opcode == "while" for x in between),
         started=begin,
         ended=ended,
+        pairs=frozenset((int(a), int(b)) for a, b in _PAIR.findall(listed[1] if listed else "")),
+        is_backward=_IN_BACKWARD.search(attributes) is not None,
     )
 
 

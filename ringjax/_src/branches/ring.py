@@ -112,7 +112,7 @@ class RingBranch(SharedBranch):
         two_sided, is_even = (num - 1) // 2, num % 2 == 0  # if even, the last of num // 2 rounds is one-sided
         ways = (1, -1)  # ahead and behind
 
-        def add_round(carry: InBothWays, number: Array | int, to: tuple[int, ...] = ways) -> InBothWays:
+        def add_round(carry: TwoWayState, number: Array | int, to: tuple[int, ...] = ways) -> TwoWayState:
             """Attends to what has arrived, and sends it on in the directions `to`."""
             arrived, sums, dheld = carry
             sent = tuple(comm.rotate(x, way) for x, way in zip(arrived, to, strict=False))
@@ -122,12 +122,12 @@ class RingBranch(SharedBranch):
                 dheld, share = self._attend_hop(held, dheld, rows, hop)
                 shares.append(share)
             sums = tuple(x + y for x, y in zip(arriving, shares, strict=True)) if sums else tuple(shares)
-            return InBothWays(sent, sums, dheld)
+            return TwoWayState(sent, sums, dheld)
 
         in_flight = tuple(comm.rotate(payload, way) for way in ways)
         dheld, own = self._attend_hop(held, dheld, payload, 0, is_own=True)
         in_flight, own = lax.optimization_barrier((in_flight, own))  # sends the payload beside hop 0
-        carry, last_to = InBothWays(in_flight, (), dheld), (1,) if is_even else ()
+        carry, last_to = TwoWayState(in_flight, (), dheld), (1,) if is_even else ()
         carry = add_round(carry, 1, ways if two_sided > 1 else last_to)
         carry = scan_hops(add_round, carry, 2, two_sided)
         if two_sided > 1:
@@ -184,7 +184,7 @@ class StackedQueries(NamedTuple):
 Payload = PackedKeys | StackedQueries
 
 
-class InBothWays(NamedTuple):
+class TwoWayState(NamedTuple):
     """State of a round, from behind and from ahead; in the last round of an even ring, only from behind."""
 
     arrived: tuple[Payload, ...]

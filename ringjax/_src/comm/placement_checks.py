@@ -30,7 +30,7 @@ def check_like_query(name: str, x: Array, query: Array) -> None:
     """Checks that an array has the sharding of the query, if both are known.
 
     Raises:
-        ValueError: If it has another one.
+        ValueError: If its sharding differs.
     """
     if any(isinstance(a, jax.core.Tracer) or not isinstance(a, jax.Array) for a in (x, query)):
         return

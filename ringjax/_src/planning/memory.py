@@ -79,7 +79,7 @@ def _in_xla(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -
         copies = branch.ring_devices + 1 if branch.where == "all_gather" else 3
         forward += copies * size.keys + size.queries + size.query_sums + size.ids
         rest = (size.keys, size.key_sums) if branch.moves == "keys" else (2 * size.queries, size.query_sums)
-        gradient += (copies + _of_second_direction(branch)) * sum(rest) + size.keys + 2 * size.queries
+        gradient += (copies + _extra_copies(branch)) * sum(rest) + size.keys + 2 * size.queries
     scratch = _SCRATCH if spec.ring_size == 1 else _RING_SCRATCH
     return Memory(forward + scratch, gradient + 2 * scratch)
 
@@ -109,7 +109,7 @@ def _copies(branch: BranchPlan) -> int:
     return branch.ring_devices + 1 if branch.where == "all_gather" else 2
 
 
-def _of_second_direction(branch: BranchPlan) -> int:
+def _extra_copies(branch: BranchPlan) -> int:
     """Returns how many copies of rows a second direction adds in a backward pass: attended to and arriving."""
     return 2 * (branch.directions - 1)
 
@@ -165,7 +165,7 @@ def _on_tpu(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -
         forward.append(a.q_sums + rows + copied + max(attending, 4 * branch.num_rows / whole * merging))
         keys_move = branch.where == "all_gather" or branch.moves == "keys"
         moving = (size.keys, size.key_sums) if keys_move else (2 * size.queries, size.query_sums)
-        around = (copies + 1 + _of_second_direction(branch)) * sum(moving) + size.keys + size.queries
+        around = (copies + 1 + _extra_copies(branch)) * sum(moving) + size.keys + size.queries
         gradient.append(sums + numbers + laid_out / 2 + kept + around)  # the other half shares memory with results
     return Memory(int(max(forward)), int(max(*gradient, *forward)))
 
