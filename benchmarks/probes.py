@@ -17,20 +17,8 @@ from jax_worker import ring as build_ring
 from workloads import Case
 
 import ringjax as rj
-from ringjax.cli.hardware import DEVICES
+from ringjax._src.comm.devices import DEVICES, known_device
 from ringjax.cli.running import hop_bandwidth, ring_mesh
-
-# substrings of `device_kind`, in order of precedence
-DEVICE_KINDS = {
-    "v5 lite": "v5e",
-    "v5e": "v5e",
-    "v5p": "v5p",
-    "v5": "v5p",
-    "v6": "v6e",
-    "a100": "a100",
-    "h100": "h100",
-    "b200": "b200",
-}
 
 
 def timed(function, *arguments) -> float:
@@ -164,8 +152,7 @@ def utilization(case: dict, size: int, grad: bool, repeats: int) -> dict:
         without_comm = Program("ring", c, grad, options)
     times = [(program.run(), without_comm.run()) for _ in range(repeats + 1)][1:]
     seconds, compute_seconds = (statistics.median(series) for series in zip(*times, strict=True))
-    kind = jax.devices()[0].device_kind.lower()
-    device = next((DEVICES[name] for pattern, name in DEVICE_KINDS.items() if pattern in kind), None)
+    device = DEVICES.get(known_device(jax.devices()[0].device_kind) or "")
     peak = size * device.flops(c.dtype) if device else matmul_rate() * 1e9
     result = {
         "seconds": seconds,

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 import ringjax as rj
+from ringjax._src.comm.devices import DEVICES
 from ringjax.cli.arguments import PlanOptions, parse_bytes, parse_count, parse_pattern
-from ringjax.cli.hardware import DEVICES
 from ringjax.cli.main import COMMANDS, main, parser
 from ringjax.cli.plan import longest_that_fits, plan_report, sweep
 from ringjax.cli.roofline import estimate
@@ -288,6 +288,6 @@ def test_estimate_matches_a_manual_calculation():
 
 
 def test_large_gpu_rings_use_the_network_bandwidth():
-    assert DEVICES["h100"].model.hop_bandwidth(4) == 450e9
-    assert DEVICES["h100"].model.hop_bandwidth(64) == 50e9
-    assert DEVICES["v5p"].model.hop_bandwidth(4096) == 100e9
+    assert DEVICES["h100"].hop_bandwidth(4) == 450e9
+    assert DEVICES["h100"].hop_bandwidth(64) == 50e9
+    assert DEVICES["v5p"].hop_bandwidth(4096) == 100e9

@@ -12,12 +12,11 @@ import warnings
 from collections.abc import Iterator
 from typing import Any, get_args
 
-from ringjax._src.comm.devices import Platform
+from ringjax._src.comm.devices import ACCELERATORS, DeviceModel, Platform
 from ringjax._src.comm.layout import layout_named
 from ringjax._src.comm.ring_comm import STRATEGIES, StrategyName
 from ringjax._src.pattern import Branch, Coverage, DilationPattern, Heads, Mixing, Offsets, Padding
 from ringjax._src.planning.plan import Plan, plan
-from ringjax.cli.hardware import DEVICES, Device
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 LAYOUTS = ("contiguous", "zigzag")
@@ -163,9 +162,9 @@ class PlanOptions:
         return parse_pattern(self.pattern_text, self.seq_len, **options)
 
     @property
-    def hardware(self) -> Device | None:
+    def hardware(self) -> DeviceModel | None:
         """The figures of `device`, or None."""
-        return None if self.device is None else DEVICES.get(self.device)  # a CPU has no peak figures
+        return None if self.device is None else ACCELERATORS.get(self.device)
 
     @property
     def platform(self) -> Platform:
@@ -265,7 +264,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stored-length": _option("stored_length", "padded length", MOST_TOKENS, metavar="T"),
     "head-shards": _option("head_shards", "devices that share the heads", MOST_HEADS, default="1", metavar="S"),
     "memory": _option("memory", "memory per device: 80GB, 16GiB (that of --device)", type=parse_bytes),
-    "device": _option("device", "device for the memory limit and the time estimate", choices=DEVICES),
+    "device": _option("device", "device for the memory limit and the time estimate", choices=ACCELERATORS),
     "cpu-devices": _option("cpu_devices", "simulate N CPU devices on this machine", MOST_CPU_DEVICES, metavar="N"),
 }
 

@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ringjax._src.comm.devices import DeviceModel
 from ringjax._src.online_softmax import accumulator
 from ringjax._src.planning.branch_plan import BACKWARD, BranchPlan
 from ringjax._src.planning.costs import Message
 from ringjax._src.planning.plan import Plan
-from ringjax.cli.hardware import Device
 
 
 class PassTime(NamedTuple):
@@ -34,13 +34,13 @@ class Estimate:
 
     Example:
         >>> from ringjax.cli.arguments import PlanOptions
-        >>> from ringjax.cli.hardware import DEVICES
+        >>> from ringjax._src.comm.devices import DEVICES
         >>> job = PlanOptions(2**20, pattern_text="2K/1,T/8", ring_size=8, layout="zigzag", strategy="ring")
         >>> estimate(job.plan(), DEVICES["h100"]).hidden
         1.0
     """
 
-    device: Device
+    device: DeviceModel
     forward: tuple[PassTime, ...]  # time of the forward pass, per branch
     backward: tuple[PassTime, ...]  # time of the backward pass, per branch
     tokens: int  # number of tokens in the batch
@@ -92,19 +92,21 @@ class Estimate:
         }
 
 
-def estimate(plan: Plan, device: Device) -> Estimate:
+def estimate(plan: Plan, device: DeviceModel) -> Estimate:
     """Estimates the time of a plan on a device."""
     forward = tuple(_pass_time(b, b.forward, device, is_backward=False) for b in plan.branches)
     backward = tuple(_pass_time(b, b.backward, device, is_backward=True) for b in plan.branches)
     return Estimate(device, forward, backward, plan.spec.seq_len * plan.spec.batch)
 
 
-def _pass_time(branch: BranchPlan, messages: tuple[Message, ...], device: Device, *, is_backward: bool) -> PassTime:
+def _pass_time(
+    branch: BranchPlan, messages: tuple[Message, ...], device: DeviceModel, *, is_backward: bool
+) -> PassTime:
     """Estimates a pass; hops overlap with computation, and other messages do not."""
     group = branch.group
-    compute = max(branch.flops) * (BACKWARD if is_backward else 1.0) / device.model.flops(branch.spec.dtype)
-    memory = group.ring * _pair_bytes(branch, is_backward) / device.bandwidth
-    bandwidth = device.model.hop_bandwidth(branch.ring_devices)
+    compute = max(branch.flops) * (BACKWARD if is_backward else 1.0) / device.flops(branch.spec.dtype)
+    memory = group.ring * _pair_bytes(branch, is_backward) / device.memory_bandwidth
+    bandwidth = device.hop_bandwidth(branch.ring_devices)
     link = branch.sent(messages) / bandwidth
     hopping = sum(m.sent for m in messages if m.op == "collective-permute") / bandwidth
     work, waiting = max(compute, memory), link - hopping

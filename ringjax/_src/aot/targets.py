@@ -9,26 +9,16 @@ import dataclasses
 import math
 import os
 import re
-from typing import Literal, NamedTuple
+from typing import Literal
 
-KIB, MIB, GIB = 2**10, 2**20, 2**30
+from ringjax._src.comm.devices import DEVICES
+
+KIB, MIB = 2**10, 2**20
 _SIZE = re.compile("[1-9][0-9]{0,5}")  # along one axis of a grid
 
 
-class TpuChip(NamedTuple):
-    """A generation of TPUs, with the sizes of HBM and of the vector memory (VMEM) of one core."""
-
-    hbm_bytes: int
-    vmem_bytes: int
-
-
-TPU_CHIPS = {
-    "v5e": TpuChip(hbm_bytes=16 * GIB, vmem_bytes=128 * MIB),
-    "v5p": TpuChip(hbm_bytes=95 * GIB, vmem_bytes=64 * MIB),
-    "v6e": TpuChip(hbm_bytes=32 * GIB, vmem_bytes=128 * MIB),
-}
-
-
+# Vector memory of one core, by generation of TPUs.
+_VMEM_BYTES = {"v5e": 128 * MIB, "v5p": 64 * MIB, "v6e": 128 * MIB}
 # By default, exchanges of heads are synchronous. SparseCores, where the chip has them, execute them on their own; with
 # their option, exchanges on v5e stay synchronous.
 _ASYNC_EXCHANGES = (("xla_tpu_enable_async_all_to_all", "true"),)
@@ -57,9 +47,10 @@ class TpuTarget:
 
     def __post_init__(self) -> None:
         generation, _, grid = self.topology.partition(":")
-        if generation not in TPU_CHIPS or not all(map(_SIZE.fullmatch, grid.split("x"))):
+        if generation not in _VMEM_BYTES or not all(map(_SIZE.fullmatch, grid.split("x"))):
             raise ValueError(
-                f"`topology` must be one of {tuple(TPU_CHIPS)}, a colon and a grid such as 2x4, got {self.topology!r}."
+                f"`topology` must be one of {tuple(_VMEM_BYTES)}, a colon and a grid such as 2x4, "
+                f"got {self.topology!r}."
             )
 
     @property
@@ -68,9 +59,9 @@ class TpuTarget:
         return self.topology
 
     @property
-    def chip(self) -> TpuChip:
-        """Memory sizes of one chip."""
-        return TPU_CHIPS[self.topology.partition(":")[0]]
+    def generation(self) -> str:
+        """Generation of the chips."""
+        return self.topology.partition(":")[0]
 
     @property
     def grid(self) -> tuple[int, ...]:
@@ -85,12 +76,12 @@ class TpuTarget:
     @property
     def memory_bytes(self) -> int:
         """Memory of one device in bytes."""
-        return self.chip.hbm_bytes
+        return DEVICES[self.generation].memory_bytes
 
     @property
     def kernel_memory_bytes(self) -> int:
         """On-chip memory available to a kernel: VMEM."""
-        return self.chip.vmem_bytes
+        return _VMEM_BYTES[self.generation]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +95,6 @@ class GpuFacts:
     shared_kib: int  # shared memory per multiprocessor; a block may use 1 KiB less
     l2_bytes: int
     clock_ghz: float  # maximum
-    bandwidth: int  # bytes per second to and from device memory
-    memory_bytes: int
     nvlinks: int  # number of links
 
     @property
@@ -160,7 +149,7 @@ class CudaTarget:
     @property
     def memory_bytes(self) -> int:
         """Memory of one device in bytes."""
-        return self.facts.memory_bytes
+        return DEVICES[self.name.lower()].memory_bytes
 
     @property
     def kernel_memory_bytes(self) -> int:
@@ -180,8 +169,8 @@ class CudaTarget:
             f"fpus_per_core: {facts.float_units}",
             f"l2_cache_size: {facts.l2_bytes}",
             f"clock_rate_ghz: {facts.clock_ghz}",
-            f"memory_bandwidth: {facts.bandwidth}",
-            f"device_memory_size: {facts.memory_bytes}",
+            f"memory_bandwidth: {DEVICES[self.name.lower()].memory_bandwidth:.0f}",
+            f"device_memory_size: {self.memory_bytes}",
             f"cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {extension} }}",
             f"device_interconnect_info {{ active_links: {facts.nvlinks} }}",
             f'name: "{facts.product}"',
@@ -203,8 +192,6 @@ CUDA_TARGETS = {
                 shared_kib=164,
                 l2_bytes=40 * MIB,
                 clock_ghz=1.41,
-                bandwidth=2_039_000_000_000,
-                memory_bytes=80_000_000_000,
                 nvlinks=12,
             ),
             # the default since Hopper
@@ -220,8 +207,6 @@ CUDA_TARGETS = {
                 shared_kib=228,
                 l2_bytes=50 * MIB,
                 clock_ghz=1.98,
-                bandwidth=3_350_000_000_000,
-                memory_bytes=80_000_000_000,
                 nvlinks=18,
             ),
         ),
@@ -235,8 +220,6 @@ CUDA_TARGETS = {
                 shared_kib=228,
                 l2_bytes=126 * MIB,
                 clock_ghz=1.965,
-                bandwidth=7_700_000_000_000,
-                memory_bytes=180_000_000_000,
                 nvlinks=18,
             ),
         ),

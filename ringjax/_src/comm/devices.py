@@ -1,4 +1,4 @@
-"""What the planner knows of devices: speed of arithmetic and links, to choose how segments are shared.
+"""What the planner knows of devices: memory, and speed of arithmetic and links, to choose how segments are shared.
 
 The figures come from the vendors' public data sheets: NVIDIA A100 80GB SXM, H100 SXM and DGX B200 (dense), and the
 "System architecture" pages of Google Cloud TPU v5e, v5p and v6e. A link is counted in one direction: on TPUs that is
@@ -29,6 +29,8 @@ class DeviceModel:
     link: float  # bytes per second to the next device of a ring, in one direction
     latency: float  # seconds that a message of a few bytes takes
     half_rows: int  # rows of a segment at which the kernels reach half of their speed
+    memory_bytes: int = 0  # size of device memory; 0 if unknown
+    memory_bandwidth: float = 0.0  # bytes per second to and from device memory; 0 if unknown
     machine_size: int | None = None  # devices connected by `link`; larger groups span machines. None if all are
     machine_link: float = 0.0  # bytes per second per device between machines
     is_torus: bool = False  # whether devices are connected to their neighbors only: messages to others take more links
@@ -57,7 +59,9 @@ class DeviceModel:
         return self.hop_bandwidth(devices) / (max(1.0, devices / 8) if self.is_torus else 1.0)
 
 
-def _gpu(name: str, half: float, single: float, nvlink: float, network: float) -> DeviceModel:
+def _gpu(
+    name: str, half: float, single: float, memory: int, bandwidth: float, nvlink: float, network: float
+) -> DeviceModel:
     """Returns a GPU; `nvlink` counts both directions, `network` is one adapter per GPU in one direction."""
     return DeviceModel(
         name,
@@ -67,31 +71,44 @@ def _gpu(name: str, half: float, single: float, nvlink: float, network: float) -
         nvlink / 2 * GIGA,
         latency=15e-6,
         half_rows=256,
+        memory_bytes=memory * GIGA,
+        memory_bandwidth=bandwidth * GIGA,
         machine_size=8,
         machine_link=network * GIGA,
     )
 
 
-def _tpu(name: str, half: float, links: float, ports: int) -> DeviceModel:
+def _tpu(name: str, half: float, memory: int, bandwidth: float, links: float, ports: int) -> DeviceModel:
     """Returns a TPU; the kernels multiply float32 in six bfloat16 passes."""
-    link = links / (2 * ports) * GIGA
-    return DeviceModel(name, "tpu", half * TERA, half * TERA / 6, link, latency=3e-6, half_rows=768, is_torus=True)
+    return DeviceModel(
+        name,
+        "tpu",
+        half * TERA,
+        half * TERA / 6,
+        links / (2 * ports) * GIGA,
+        latency=3e-6,
+        half_rows=768,
+        memory_bytes=memory * 2**30,
+        memory_bandwidth=bandwidth * GIGA,
+        is_torus=True,
+    )
 
 
 DEVICES = {
     device.name: device
     for device in (
-        _gpu("a100", half=312, single=19.5, nvlink=600, network=25),
-        _gpu("h100", half=989, single=67, nvlink=900, network=50),
-        _gpu("b200", half=2250, single=75, nvlink=1800, network=50),
-        _tpu("v5e", half=197, links=400, ports=4),
-        _tpu("v5p", half=459, links=1200, ports=6),
-        _tpu("v6e", half=918, links=800, ports=4),
+        _gpu("a100", half=312, single=19.5, memory=80, bandwidth=2039, nvlink=600, network=25),
+        _gpu("h100", half=989, single=67, memory=80, bandwidth=3350, nvlink=900, network=50),
+        _gpu("b200", half=2250, single=75, memory=180, bandwidth=7700, nvlink=1800, network=50),
+        _tpu("v5e", half=197, memory=16, bandwidth=819, links=400, ports=4),
+        _tpu("v5p", half=459, memory=95, bandwidth=2765, links=1200, ports=6),
+        _tpu("v6e", half=918, memory=32, bandwidth=1638, links=800, ports=4),
         DeviceModel("cpu", "cpu", 0.15 * TERA, 0.15 * TERA, 4 * GIGA, latency=2e-4, half_rows=48, shares_cores=True),
     )
 }
+ACCELERATORS = {name: device for name, device in DEVICES.items() if device.memory_bytes}
 _DEFAULTS = {"cpu": "cpu", "tpu": "v5p", "cuda": "h100"}
-DEVICE_NAMES = (*_DEFAULTS, *(name for name in DEVICES if name != "cpu"))
+DEVICE_NAMES = (*_DEFAULTS, *ACCELERATORS)
 _KINDS = {  # parts of `device_kind`, the more specific first
     "v5 lite": "v5e",
     "v5e": "v5e",
@@ -123,5 +140,10 @@ def device_of_kind(platform: str, kind: str) -> str:
         ('v5e', 'h100')
     """
     name = "cuda" if platform in ("gpu", "cuda", "rocm") else platform if platform == "tpu" else "cpu"
-    known = next((device for part, device in _KINDS.items() if part in kind.lower()), name)
-    return known if DEVICES[_DEFAULTS.get(known, known)].platform == name else _DEFAULTS[name]
+    known = known_device(kind)
+    return known if known is not None and DEVICES[known].platform == name else _DEFAULTS[name]
+
+
+def known_device(kind: str) -> str | None:
+    """Returns the name of the device of a `device_kind`, or None if there are no figures for it."""
+    return next((device for part, device in _KINDS.items() if part in kind.lower()), None)
