@@ -27,8 +27,9 @@ from test_ring_meshes import ALL, SHARED, explicit_mesh, in_shard_map
 from test_ring_program import Program, device_bytes, executed
 
 import ringjax as rj
+from ringjax._src.comm.devices import DEVICES
 from ringjax._src.comm.head_exchange import HeadParts, head_parts
-from ringjax._src.planning import branch_plan
+from ringjax._src.planning import branch_plan, costs
 
 SLOW = pytest.mark.slow
 EXCHANGES = ("all_to_all", "all_to_all_ring")
@@ -349,6 +350,25 @@ def test_auto_chooses_the_fastest_way(device, changes, where):
     options |= {"ring_size": 8, "layout": "zigzag", "is_causal": True, "dtype": "bfloat16", "device": device}
     (branch,) = rj.plan(**{**options, **changes}).branches
     assert branch.where == where
+
+
+@pytest.mark.parametrize(
+    ("segment", "options", "where", "link"),
+    [
+        (2**16, {"strategy": "all_to_all_ring"}, "all_to_all_ring", "machine_link"),  # between teams of 8
+        (2**16, {"strategy": "ring"}, "ring", "machine_link"),
+        (2**15, {"strategy": "ring"}, "ring", "link"),
+        (2**15, {"strategy": "ring", "inner_devices": 8}, "ring", "link"),
+        (2**15, {"strategy": "ring", "inner_devices": 4}, "ring", "machine_link"),
+    ],
+)
+def test_hops_that_leave_a_machine_are_counted_as_slow(segment, options, where, link):
+    sizes = {"seq_len": 2**16, "num_heads": 8, "head_dim": 128, "ring_size": 16, "device": "h100"}
+    (branch,) = rj.plan(rj.DilationPattern((segment,), (4,)), **sizes, **options).branches
+    assert branch.where == where
+    (hop,) = (message for message in branch.forward if message.op == "collective-permute")
+    bandwidth = costs.message_bandwidth(branch.spec, hop, branch.exchange_devices)
+    assert bandwidth == getattr(DEVICES["h100"], link)
 
 
 @by_implementation("native")

@@ -129,6 +129,7 @@ def test_plan_rotates_one_way_if_rows_from_both_sides_exceed_the_memory_budget()
     assert directions(**options, memory_budget=needed) == 2
     tight = plan_of(**options, memory_budget=needed - 1)
     assert tight.branches[0].directions == 1
+    assert tight.spec == both.spec._replace(memory_budget=needed - 1)
     least = tight.memory("tpu").gradient
     assert least < needed
     assert directions(**options, memory_budget=least) == 1

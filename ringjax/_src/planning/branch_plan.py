@@ -25,7 +25,7 @@ _LATENCY_BYTES = 256 * 1024  # a hop of fewer bytes takes about as long as an em
 _LONG_MESSAGE = 2**19  # bytes; cutting longer messages costs no time
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class BranchPlan:
     """Execution plan of one branch.
 
@@ -65,17 +65,17 @@ class BranchPlan:
     segment_length: int
     rate: int
     where: str
-    ring_devices: int
-    exchange_devices: int
-    exchange: Exchange
-    is_aligned: bool
-    advice: str
+    ring_devices: int = 1
+    exchange_devices: int = 1
+    exchange: Exchange = ""
+    is_aligned: bool = True
+    advice: str = ""
     num_rows: int
-    pieces: int
-    moves: Moves
-    directions: int
-    forward: tuple[Message, ...]
-    backward: tuple[Message, ...]
+    pieces: int = 1
+    moves: Moves = "keys"
+    directions: int = 1
+    forward: tuple[Message, ...] = ()
+    backward: tuple[Message, ...] = ()
     spec: AttentionSpec = dataclasses.field(repr=False)
     branch: Branch = dataclasses.field(repr=False)
     selections: tuple[RowSelection, ...] = dataclasses.field(repr=False, compare=False)
@@ -83,11 +83,11 @@ class BranchPlan:
     @functools.cached_property
     def flops(self) -> tuple[float, ...]:
         """FLOPs of each device in the forward pass."""
-        r, layout = self.spec, layout_named(self.spec.layout)
-        pairs = costs.pairs_per_device(self.branch, layout, r.ring_size, r.stored_length, r.is_causal)
+        spec, layout = self.spec, layout_named(self.spec.layout)
+        pairs = costs.pairs_per_device(self.branch, layout, spec.ring_size, spec.stored_length, spec.is_causal)
         if self.exchange:
             pairs = self._exchanged(pairs)
-        scale = 4.0 * r.batch * r.head_dim * r.q_per_kv / r.head_shards
+        scale = 4.0 * spec.batch * spec.head_dim * spec.q_per_kv / spec.head_shards
         return tuple((scale * pairs.sum(axis=1)).tolist())
 
     def _exchanged(self, pairs: np.ndarray) -> np.ndarray:
@@ -132,9 +132,8 @@ class BranchPlan:
 
         Assumes GPUs of compute capability 8.0 or later, default block sizes and segment ids that fit int32.
         """
-        r = self.spec
-        q_per_kv = r.q_per_kv // self.group.parts.query
-        cases = [Case(r.dtype, r.head_dim, rows.num_rows, q_per_kv) for rows in self.attended]
+        spec, q_per_kv = self.spec, self.spec.q_per_kv // self.group.parts.query
+        cases = [Case(spec.dtype, spec.head_dim, rows.num_rows, q_per_kv) for rows in self.attended]
         usual = "pallas" if cases else "there is nothing to compute"
         found: dict[str, str] = {}
         for target in TARGETS:
@@ -150,10 +149,11 @@ class BranchPlan:
     @property
     def seconds(self) -> float:
         """Estimated time of forward and backward pass on the device of the spec, by which strategies are compared."""
-        r, work = self.spec, self.work_seconds
-        device = device_named(r.device)
+        work = self.work_seconds
         passes = (self.forward, work), (self.backward, BACKWARD * work)
-        return sum(costs.pass_seconds(messages, device, seconds, r.inner_devices) for messages, seconds in passes)
+        return sum(
+            costs.pass_seconds(self.spec, messages, self.exchange_devices, seconds) for messages, seconds in passes
+        )
 
     @functools.cached_property
     def work_seconds(self) -> float:
@@ -179,17 +179,7 @@ def _branch_plan(spec: AttentionSpec, number: int, branch: Branch) -> BranchPlan
             segment_length=branch.segment_length,
             rate=branch.rate,
             where="local",
-            ring_devices=1,
-            exchange_devices=1,
-            exchange="",
-            is_aligned=True,
-            advice="",
             num_rows=num_rows,
-            pieces=1,
-            moves="keys",
-            directions=1,
-            forward=(),
-            backward=(),
             spec=spec,
             branch=branch,
             selections=selections,
@@ -271,7 +261,6 @@ class _SharedRows(NamedTuple):
             num_rows=self.num_rows,
             pieces=pieces,
             moves=moves,
-            directions=1,
             forward=_repeated(sharing.forward(spec, rows, group), pieces),
             backward=backward(1),
             spec=spec,
@@ -281,7 +270,7 @@ class _SharedRows(NamedTuple):
         if not sharing.is_two_way:
             return one_way
         work = lambda: BACKWARD * one_way.work_seconds / pieces  # noqa: E731
-        directions = costs.backward_directions(spec, one_way.backward, group.ring, work)
+        directions = costs.backward_directions(spec, one_way.backward, group, work)
         return one_way if directions == 1 else dataclasses.replace(one_way, directions=2, backward=backward(2))
 
     @property
@@ -319,11 +308,9 @@ class _SharedRows(NamedTuple):
         )
 
     def _may_gather(self) -> bool:
-        """Returns whether messages are so short that gathering the keys may be the fastest, and whether it fits."""
+        """Returns whether messages are so short that a gather may be the fastest way, and memory is not short."""
         size = costs.row_bytes(self.spec, self.spec.batch * self.num_rows)
-        room = np.inf if self.spec.memory_budget is None else self.spec.memory_budget / 8
-        fits = self.devices * (size.keys + size.key_sums) <= room
-        return self.devices > 2 and size.keys <= _LATENCY_BYTES and fits
+        return self.devices > 2 and size.keys <= _LATENCY_BYTES and not self.spec.saves_memory
 
     def _pieces(self, group: Group) -> int:
         """Returns the number of equal pieces in which the heads are sent: as many as keep messages long.

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from ringjax._src.comm.devices import DeviceModel, device_named
+from ringjax._src.comm.devices import device_named
 from ringjax._src.comm.head_exchange import HeadParts
 from ringjax._src.comm.layout import Layout
 from ringjax._src.online_softmax import accumulator
@@ -156,7 +156,7 @@ def cheapest_moves(spec: AttentionSpec, rows: int, group: Group, where: str) -> 
 
 
 def backward_directions(
-    spec: AttentionSpec, messages: tuple[Message, ...], num: int, work: Callable[[], float]
+    spec: AttentionSpec, messages: tuple[Message, ...], group: Group, work: Callable[[], float]
 ) -> Literal[1, 2]:
     """Returns in how many directions rows and the sums of their gradients rotate in the backward pass.
 
@@ -169,15 +169,15 @@ def backward_directions(
     Args:
         spec: The attention call.
         messages: What a device sends in one direction; the last hops are those of sums.
-        num: Number of devices, or teams, of the ring.
+        group: The devices that share a segment.
         work: Returns the seconds of computation.
     """
-    device = device_named(spec.device)
-    if num < 3 or device.shares_cores or spec.memory_budget == 0:
+    device, num = device_named(spec.device), group.ring
+    if num < 3 or device.shares_cores or spec.saves_memory:
         return 1
     hops = [x for x in messages if x.op == "collective-permute"]
     sums, payload, seconds = hops[-1].bytes, sum(x.bytes for x in hops[:-1]), work()
-    bandwidth = message_bandwidth(hops[0], device, spec.inner_devices)
+    bandwidth = message_bandwidth(spec, hops[0], group.exchange)
     at_once, links = (2, num // 2) if device.is_torus else (1, 2)
     one = max(seconds, (num - 1) * (payload + sums) / bandwidth) + sums / bandwidth + num * device.latency
     hopping = ((num - 1) * payload + (num - 3) * sums) / (at_once * bandwidth)
@@ -207,19 +207,20 @@ def add_sink_gradients(spec: AttentionSpec) -> tuple[Message, ...]:
     return _messages("all-reduce", spec.ring_size, (_sums(spec), size, int(spec.ring_size > 1)))
 
 
-def pass_seconds(messages: tuple[Message, ...], device: DeviceModel, work: float, inner_devices: int | None) -> float:
+def pass_seconds(spec: AttentionSpec, messages: tuple[Message, ...], team_size: int, work: float) -> float:
     """Estimates the time of a pass: hops overlap with computation, and other messages do not.
 
     Args:
-        messages: Its messages.
-        device: The devices.
+        spec: The attention call.
+        messages: The messages of the pass.
+        team_size: Number of neighboring devices that form a team, between which hops go; 1 without teams.
         work: Seconds of computation.
-        inner_devices: Devices on the inner mesh axis, if the ring is over several; other messages leave the machine.
     """
+    device = device_named(spec.device)
     hopping = waiting = latency = 0.0
     for message in messages:
         is_hop = message.op == "collective-permute"
-        bandwidth = message_bandwidth(message, device, inner_devices)
+        bandwidth = message_bandwidth(spec, message, team_size)
         hopping += is_hop * message.sent / bandwidth
         waiting += (not is_hop) * message.sent / bandwidth
         latency += message.number * device.latency
@@ -227,12 +228,16 @@ def pass_seconds(messages: tuple[Message, ...], device: DeviceModel, work: float
     return work + exposed + waiting + latency
 
 
-def message_bandwidth(message: Message, device: DeviceModel, inner_devices: int | None) -> float:
-    """Returns the bytes per second that a device sends, see `pass_seconds`."""
-    is_hop = message.op == "collective-permute"
-    if inner_devices is not None and device.machine_link and (is_hop or message.devices > inner_devices):
+def message_bandwidth(spec: AttentionSpec, message: Message, team_size: int) -> float:
+    """Returns the bytes per second that a device sends: those of the network if the message leaves the machine.
+
+    On a ring over several mesh axes, the devices of a machine are those of the inner one. See `pass_seconds`.
+    """
+    device, is_hop = device_named(spec.device), message.op == "collective-permute"
+    span = message.devices * (team_size if is_hop else 1)  # neighboring devices among which the message travels
+    if device.machine_link and spec.inner_devices is not None and span > spec.inner_devices:
         return device.machine_link
-    return (device.hop_bandwidth if is_hop else device.exchange_bandwidth)(message.devices)
+    return device.hop_bandwidth(span) if is_hop else device.exchange_bandwidth(span)
 
 
 class Runs(NamedTuple):

@@ -46,12 +46,15 @@ def unmet_rate_rule(spec: AttentionSpec, branch: Branch) -> list[str]:
 
 
 def aligned_length(spec: AttentionSpec) -> int | None:
-    """Returns the smallest stored length, at most twice the given one, at which every branch takes the fast path."""
+    """Returns the smallest stored length at which every branch takes the fast path.
+
+    Lengths below twice the given one are tried, up to a limit; None if none of them will do.
+    """
     multiple = layout_named(spec.layout).multiple(spec.ring_size)
     inner = [b for b in branches_of(spec) if b.segment_length <= spec.chunk_length]
     step = math.lcm(*(b.segment_length for b in inner))
     first = -(-spec.chunk_length // step)
-    for chunk in range(first * step, min(2 * spec.chunk_length, (first + 4096) * step), step):
+    for chunk in range(first * step, min(2 * spec.chunk_length, (first + _MOST_TRIED) * step), step):
         longer = spec._replace(stored_length=chunk * multiple)
         branches = branches_of(longer)
         unmet = [rule(longer, b) for b in branches if not is_local(longer, b) for rule in _RULES]
@@ -61,6 +64,7 @@ def aligned_length(spec: AttentionSpec) -> int | None:
 
 
 _RULES = (unmet_segment_rules, unmet_rate_rule)
+_MOST_TRIED = 4096  # lengths, which takes a fraction of a second
 
 
 def local_selections(spec: AttentionSpec, number: int, branch: Branch) -> tuple[RowSelection, ...]:

@@ -97,7 +97,7 @@ class Plan:
 
     @property
     def aligned_length(self) -> int | None:
-        """Smallest stored length at which every branch takes the fast path, or None if it is over twice as long."""
+        """Smallest stored length at which every branch takes the fast path; None if none below twice this one does."""
         return geometry.aligned_length(self.spec)
 
     @property
@@ -313,13 +313,13 @@ def checked_plan(spec: AttentionSpec) -> Plan:
     budget = spec.memory_budget
     needed = lambda plan: plan.memory(spec.platform).gradient  # noqa: E731
     if budget is not None and needed(made) > budget:
-        # gradients rotate in one direction, and if that is not enough, no heads are exchanged
-        tight = spec._replace(memory_budget=0)
+        # gradients rotate in one direction and nothing is gathered; if that is not enough, no heads are exchanged
+        tight = spec._replace(saves_memory=True)
         least = make_plan(tight._replace(strategy="ring"))
         allowed = [make_plan(tight), *([least] if spec.strategy == "auto" else [])]
         for smaller in allowed:
             if needed(smaller) <= budget:
-                return smaller
+                return dataclasses.replace(smaller, spec=spec)
         raise ValueError(
             f"`memory_budget` must be at least {needed(least)} bytes per device for this attention and its gradient on "
             f"{spec.platform} on a ring of {spec.ring_size} with strategy='ring', got {budget}; a larger ring, a "

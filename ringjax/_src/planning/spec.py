@@ -34,7 +34,7 @@ class AttentionSpec(NamedTuple):
     ring_size: int = 1  # devices that share the sequence
     layout: str = "contiguous"  # layout of the sequence
     strategy: str = "ring"  # how branches share segments
-    memory_budget: int | None = None  # bytes per device, or None; 0 means as few as the strategy allows
+    memory_budget: int | None = None  # bytes per device, or None
     head_shards: int = 1  # devices that share the heads
     device: str = "cpu"  # name of the devices, see `devices.py`
     inner_devices: int | None = None  # devices on the inner mesh axis, if the ring is over several axes
@@ -45,6 +45,7 @@ class AttentionSpec(NamedTuple):
     implementation: str | None = None  # the kernels that the caller asked for, or None
     block_sizes: BlockSizes | None = None  # block sizes of the Pallas kernels, or None
     returns_lse: bool = False  # whether the caller asked for the log-sum-exp
+    saves_memory: bool = False  # whether to prefer less memory to less time, because the budget is small
 
     @property
     def platform(self) -> Platform:

@@ -63,13 +63,13 @@ def plan_table(plan: Plan, *, has_caption: bool = True) -> str:
 
 
 def _title(plan: Plan) -> str:
-    r = plan.spec
-    heads = f"{r.kv_heads * r.q_per_kv} heads" + (f" ({r.kv_heads} key/value)" if r.q_per_kv > 1 else "")
-    causal = "causal" if r.is_causal else "not causal"
-    padded = "" if r.stored_length == r.seq_len else f" (stored as {r.stored_length:,})"
+    spec = plan.spec
+    heads = f"{spec.kv_heads * spec.q_per_kv} heads" + (f" ({spec.kv_heads} key/value)" if spec.q_per_kv > 1 else "")
+    causal = "causal" if spec.is_causal else "not causal"
+    padded = "" if spec.stored_length == spec.seq_len else f" (stored as {spec.stored_length:,})"
     return (
-        f"{r.seq_len:,} tokens{padded}, batch {r.batch}, {heads} of {r.head_dim}, {r.dtype}, {causal}, "
-        f"{r.layout} over {r.ring_size} device{'s' if r.ring_size > 1 else ''}"
+        f"{spec.seq_len:,} tokens{padded}, batch {spec.batch}, {heads} of {spec.head_dim}, {spec.dtype}, {causal}, "
+        f"{spec.layout} over {spec.ring_size} device{'s' if spec.ring_size > 1 else ''}"
     )
 
 
