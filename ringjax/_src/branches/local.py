@@ -44,7 +44,7 @@ class LocalBranch:
                 part = self._own_start(shard, rows)
                 part = attend(part, operands, self._config(is_prior_empty=not self.spec.has_zero_keys))
                 merged = softmax.merge(merged, part)
-                packer = self._packer(rows)
+                packer = RowPacker.of_segments(rows, self.spec.local_kv_heads)
                 kept.append(packer.pack(packer.view(part.out.astype(shard.query.dtype)), None, self.spec.q_per_kv))
             else:
                 merged = attend(merged, operands, self._config(is_prior_empty=self.is_first and self.starts_empty))
@@ -58,7 +58,7 @@ class LocalBranch:
         for i, rows in enumerate(self.selections):
             operands, of_rows = self._operands(shard, rows), residuals
             if self.spec.pattern.mixing == "detached":
-                packer = self._packer(rows)
+                packer = RowPacker.of_segments(rows, self.spec.local_kv_heads)
                 zeros = jnp.zeros_like(residuals.dout)
                 out = rows.put_view(zeros, *packer.add((rows.view(zeros),), (kept[i],)))
                 own_delta = delta(residuals.dout, out, residuals.lse.dtype, self.spec.attend_config)
@@ -84,10 +84,6 @@ class LocalBranch:
 
     def _config(self, *, is_prior_empty: bool) -> AttendConfig:
         return dataclasses.replace(self.spec.attend_config, is_prior_empty=is_prior_empty)
-
-    def _packer(self, rows: RowSelection) -> RowPacker:
-        starts = jnp.arange(rows.chunks, dtype=jnp.int32) * rows.chunk_length
-        return RowPacker(rows, self.spec.local_kv_heads, starts, chunks=1)
 
     def _operands(self, shard: Shard, rows: RowSelection) -> Operands:
         kv = shard.key, shard.value

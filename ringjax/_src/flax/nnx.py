@@ -15,7 +15,14 @@ from ringjax._src.comm.mesh import Ring
 from ringjax._src.comm.ring_comm import AxisName
 from ringjax._src.decode import DecodeCache
 from ringjax._src.flax.placement import on_mesh
-from ringjax._src.flax.self_attention import Initializer, PositionKind, SelfAttention, check_layer, self_attention
+from ringjax._src.flax.self_attention import (
+    Initializer,
+    PositionKind,
+    Projected,
+    SelfAttention,
+    check_layer,
+    self_attention,
+)
 from ringjax._src.kernels.dispatch import Implementation
 from ringjax._src.pattern import DilationPattern
 from ringjax._src.validation import check_bool, check_instance, check_key
@@ -172,7 +179,7 @@ class DilatedSelfAttention(nnx.Module):
         layer = on_mesh(self, self.core.ring, x)
         return layer._projected(layer._attend(*layer._project(x), **options))
 
-    def _project(self, x: Array) -> tuple[Array, Array, Array]:
+    def _project(self, x: Array) -> Projected:
         """Returns queries, keys and values."""
         return self.query(x), self.key(x), self.value(x)
 
@@ -182,7 +189,7 @@ class DilatedSelfAttention(nnx.Module):
 
     def _scores(self, x: Array, **options: Any) -> tuple[Array, Array, Array]:  # noqa: ANN401
         """Returns the queries, the keys and the log-sum-exp of the scores, see `SelfAttention.scores`."""
-        return self.core.scores(*self._project(x), sink_logits=self._sinks(), **options)
+        return self.core.scores(self._project(x), sink_logits=self._sinks(), **options)
 
     def prefill(
         self, x: Float[Array, "B T in_features"], cache: DecodeCache, lengths: Int[ArrayLike, " B"] | None = None
@@ -201,7 +208,7 @@ class DilatedSelfAttention(nnx.Module):
         """
         self.core.check_decoding(x, cache, "lengths", lengths)
         layer = on_mesh(self, self.core.ring, x)
-        attended, cache = self.core.prefill(*layer._project(x), cache, lengths, layer._sinks())
+        attended, cache = self.core.prefill(layer._project(x), cache, lengths, layer._sinks())
         return layer._projected(attended), cache
 
     def extend(
@@ -220,7 +227,7 @@ class DilatedSelfAttention(nnx.Module):
         """
         self.core.check_decoding(x, cache, "counts", counts)
         layer = on_mesh(self, self.core.ring, x)
-        attended, cache = self.core.extend(*layer._project(x), cache, counts, layer._sinks())
+        attended, cache = self.core.extend(layer._project(x), cache, counts, layer._sinks())
         return layer._projected(attended, over_ring=False), cache
 
     def _sinks(self) -> Array | None:

@@ -48,6 +48,7 @@ from ringjax._src.validation import (
 
 PositionKind = Literal["rotary", "xpos"]
 Initializer = Callable[..., Any]
+Projected = tuple[Array, Array, Array]  # queries, keys and values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,17 +115,12 @@ class SelfAttention:
         out: Array = self._attend(query, key, value, segment_ids=segment_ids, seq_len=seq_len, **options)
         return out if out.shape == shape else out.reshape(shape)
 
-    def scores(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        **options: Any,  # noqa: ANN401
-    ) -> tuple[Array, Array, Array]:
+    def scores(self, qkv: Projected, **options: Any) -> tuple[Array, Array, Array]:  # noqa: ANN401
         """Returns what determines the attention weights: encoded queries and keys, and the log-sum-exp of the scores.
 
-        The arrays are projected, (B, T, heads, H); `options` are those of `dilated_attention`.
+        The arrays are (B, T, heads, H); `options` are those of `dilated_attention`.
         """
+        query, key, value = qkv
         query, key = self.encode_positions(query, key, None, query.shape)
         return query, key, self._attend(query, key, value, return_lse=True, **options)[1]
 
@@ -134,15 +130,10 @@ class SelfAttention:
         return functools.partial(dilated_attention, pattern=self.pattern, is_causal=self.is_causal, **options)
 
     def prefill(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        cache: DecodeCache,
-        lengths: ArrayLike | None,
-        sink_logits: Array | None,
+        self, qkv: Projected, cache: DecodeCache, lengths: ArrayLike | None, sink_logits: Array | None
     ) -> tuple[Array, DecodeCache]:
         """Computes the attention of a prompt (B, T, heads, H) and returns it with the filled cache."""
+        query, key, value = qkv
         self.check_prompt(query.shape[1], cache.max_len, lengths)
         query, key = self.encode_positions(query, key, None, query.shape, cache.max_len)
         ring = self.ring and dataclasses.replace(self.ring, seq_len=None)  # a prompt has its own `lengths`
@@ -150,15 +141,10 @@ class SelfAttention:
         return out, prefill(cache, key, value, lengths, ring=self.ring)
 
     def extend(
-        self,
-        query: Array,
-        key: Array,
-        value: Array,
-        cache: DecodeCache,
-        counts: ArrayLike | None,
-        sink_logits: Array | None,
+        self, qkv: Projected, cache: DecodeCache, counts: ArrayLike | None, sink_logits: Array | None
     ) -> tuple[Array, DecodeCache]:
         """Computes the attention of the next tokens (B, n, heads, H) and returns it with the updated cache."""
+        query, key, value = qkv
         if self.positions is not None:
             nth = jnp.arange(query.shape[1], dtype=jnp.int32)[None]
             positions = cache.lengths[:, None] + nth

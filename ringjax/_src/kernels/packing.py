@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ringjax._src import online_softmax as softmax
-from ringjax._src.dropout import RowHashes
 from ringjax._src.kernels.interface import AttendConfig, ChunkPairs, Grads, Operands, Residuals
 from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.rows.packing import RowPacker
@@ -45,17 +44,10 @@ def attend_bwd_packed(
 
 def _packed(operands: Operands) -> tuple[Operands, RowPacker]:
     rows = operands.rows
-    starts = jnp.arange(rows.chunks, dtype=jnp.int32) * rows.chunk_length
-    packer = RowPacker(rows, operands.kv_heads, starts, chunks=1)
+    packer = RowPacker.of_segments(rows, operands.kv_heads)
     ids = None if operands.query_ids is None else packer.pack_ids(packer.view(operands.query_ids.astype(jnp.int32)))
     query = packer.pack(packer.view(operands.query), ids, operands.q_per_kv)
     kv = jnp.stack([packer.pack(packer.view(x), ids, 1) for x in operands.kv])
-    hashes = None
-    if operands.hashes is not None:
-        of_query = packer.pack(packer.view(operands.hashes.query), None, operands.q_per_kv)[..., 0]
-        of_key = packer.pack_ids(packer.view(operands.hashes.key))
-        assert of_key is not None
-        hashes = RowHashes(of_query, of_key)
     zero = np.zeros((1,), np.int32)
     pairs = ChunkPairs(jnp.asarray(zero), jnp.asarray(zero), is_diagonal=True)
-    return Operands(query, (kv,), rows, pairs, ids, ids, hashes), packer
+    return Operands(query, (kv,), rows, pairs, ids, ids), packer

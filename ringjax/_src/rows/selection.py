@@ -11,15 +11,13 @@ arrays are read-only numpy arrays, which traces and threads can share.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import Array
 
 from ringjax._src import indexing
-from ringjax._src import online_softmax as softmax
-from ringjax._src.online_softmax import PartialSoftmax
 from ringjax._src.pattern import selected_before
 from ringjax._src.rows.sizes import XlaBlockSizes
 from ringjax._src.rows.slices import ColumnSlice, RowGather, WindowSlice
@@ -97,10 +95,10 @@ class RowSelection:
     def _has_columns(self, length: int) -> bool:
         return self.is_aligned and self.chunks * self.chunk_length == length
 
-    # Packing: all chunks of a head at once.
+    # Access to all chunks of a head at once.
 
     def view(self, x: Array) -> Array:
-        """Reshapes (B, T, ...) to three axes, as the methods below expect; to be called outside of loops."""
+        """Reshapes (B, T, ...) to three axes, as `all_chunks` expects; to be called outside of loops."""
         x = x[:, self.first : self.first + self.chunks * self.chunk_length]
         batch, length = x.shape[:2]
         return x.reshape((batch * self.chunks, self.num_rows, -1) if self.is_aligned else (batch, length, -1))
@@ -111,65 +109,15 @@ class RowSelection:
         view = view.reshape(x.shape[0], length, *x.shape[2:])
         return view if view.shape == x.shape else x.at[:, self.first : self.first + length].set(view)
 
-    def pack(self, view: Array, num_heads: int, starts: Array) -> Array:
-        """Copies the selected rows to (heads, B * chunks, num_rows, width).
+    def all_chunks(self, i: Array, batch: int, num_heads: int, starts: Array) -> ColumnSlice | RowGather:
+        """Returns the slice of the i-th head in all chunks of a view.
 
         Args:
-            view: View of an array with `num_heads` heads.
+            i: Index into `heads`.
+            batch: Number of batch entries.
             num_heads: Key/value heads of the array; 1 for an array without heads.
             starts: Start position of each chunk, (chunks,).
         """
-        batch = self._batch(view)
-        width = view.shape[2] // (num_heads * (self.rate if self.is_aligned else 1))
-        shape = (batch * self.chunks, self.num_rows, width)
-        packed = jnp.zeros_like(view, shape=(len(self.heads), *shape))
-
-        def body(i: Array, packed: Array) -> Array:
-            rows = self._all_chunks(i, batch, num_heads, starts).read(view)
-            return indexing.dynamic_update_index_in_dim(packed, rows.reshape(shape), i, axis=0)
-
-        return lax.fori_loop(0, len(self.heads), body, packed)
-
-    def merge(self, merged: PartialSoftmax, part: PartialSoftmax, num_heads: int, starts: Array) -> PartialSoftmax:
-        """Merges packed rows, (..., G, H) and (..., G), into the views `merged`."""
-        dim = part.out.shape[-1]
-
-        def update(old: tuple[Array, Array], rows: tuple[Array, Array]) -> tuple[Array, Array]:
-            split = lambda x: x.reshape(*x.shape[:-1], -1, dim)  # noqa: E731
-            new = softmax.merge(PartialSoftmax(split(old[0]), old[1]), PartialSoftmax(split(rows[0]), rows[1]))
-            return new.out.reshape(old[0].shape), new.lse
-
-        return PartialSoftmax(*self._update(update, merged, part, num_heads, starts))
-
-    def add(self, sums: tuple[Array, ...], rows: tuple[Array, ...], num_heads: int, starts: Array) -> tuple[Array, ...]:
-        """Adds packed rows to the views `sums`."""
-        plus = lambda old, new: tuple(a + b for a, b in zip(old, new, strict=True))  # noqa: E731
-        return self._update(plus, sums, rows, num_heads, starts)
-
-    def _update(
-        self,
-        update: Callable[..., tuple[Array, ...]],
-        views: tuple[Array, ...],
-        rows: tuple[Array, ...],
-        num_heads: int,
-        starts: Array,
-    ) -> tuple[Array, ...]:
-        batch = self._batch(views[0])
-        rows = tuple(x.reshape(len(self.heads), batch * self.chunks, self.num_rows, -1) for x in rows)
-
-        def body(i: Array, views: tuple[Array, ...]) -> tuple[Array, ...]:
-            at = self._all_chunks(i, batch, num_heads, starts)
-            old = tuple(at.read(view) for view in views)
-            new = (indexing.dynamic_index_in_dim(x, i, keepdims=False) for x in rows)
-            updated = update(old, tuple(x.reshape(y.shape) for x, y in zip(new, old, strict=True)))
-            return tuple(at.write(view, x) for view, x in zip(views, updated, strict=True))
-
-        return lax.fori_loop(0, len(self.heads), body, tuple(views))
-
-    def _batch(self, view: Array) -> int:
-        return view.shape[0] // self.chunks if self.is_aligned else view.shape[0]
-
-    def _all_chunks(self, i: Array, batch: int, num_heads: int, starts: Array) -> ColumnSlice | RowGather:
         i = jnp.asarray(i, jnp.int32)
         head = jnp.asarray(self.heads)[i] if num_heads > 1 else jnp.zeros_like(i)
         offset = jnp.asarray(self.offsets)[i]

@@ -27,7 +27,7 @@ class XlaBlockSizes:
 
 
 # Measured on two x86 cores (head dim 64): below 1024 query rows the matrix multiplies of XLA:CPU stay on one core, key
-# blocks of 512 beat 256 by a tenth and 1024 by a little, and steps of 256 balance wasted against narrow multiplies.
+# blocks of 512 beat 256 by a tenth and 1024 by a little, and steps of 256 balance masked work and narrow multiplies.
 QUERY_ROWS, _KEY_ROWS, _STEP_ROWS = 2048, 512, 256
 
 
@@ -37,7 +37,8 @@ def ring_query_rows(shard_bytes: int, ring_size: int) -> int:
     Blocks of 1024 rows are about as fast as larger ones, and up to a tenth faster than 512. Small shards of many
     devices use 512, so that the scores of their blocks take much less memory than the sequence.
     """
-    return 1024 if ring_size <= 4 or shard_bytes >= 4 * 2 * 1024 * _KEY_ROWS * 4 else 512
+    scores_bytes = 2 * 1024 * _KEY_ROWS * 4  # scores and weights of a block, float32
+    return 1024 if ring_size <= 4 or shard_bytes >= 4 * scores_bytes else 512
 
 
 def xla_block_sizes(rows: int, q_per_kv: int, query_rows: int = QUERY_ROWS) -> XlaBlockSizes:
