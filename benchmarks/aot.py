@@ -304,7 +304,7 @@ def degrade(defect: str) -> None:
     from jax import lax  # noqa: PLC0415
 
     from ringjax._src.branches.ring import RingBranch  # noqa: PLC0415
-    from ringjax._src.comm.ring_comm import scan_hops  # noqa: PLC0415
+    from ringjax._src.comm.ring_comm import scan_range  # noqa: PLC0415
 
     def attend_all(self, queries, keys, in_flight):
         """Rotates the keys only after attention to them has finished."""
@@ -321,7 +321,7 @@ def degrade(defect: str) -> None:
         partial = self.attend_chunks(
             self.empty_partial(queries), queries, keys, query_device=me, key_device=me, is_own=True
         )
-        keys, partial = scan_hops(step, (in_flight[0], partial), 1, last_hop)
+        keys, partial = scan_range(step, (in_flight[0], partial), 1, last_hop)
         return attend(partial, keys, last_hop)
 
     RingBranch.attend_all = attend_all

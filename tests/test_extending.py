@@ -5,12 +5,12 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from cases import QUICK, Case, ring_mesh
+from cases import QUICK, Case, assert_equals_oracle, on_ring, ring_mesh, run
 
 import ringjax as rj
 from ringjax._src import online_softmax as softmax
 from ringjax._src.branches import registry
-from ringjax._src.branches.shared import SharedBranch
+from ringjax._src.branches.shared import KeySendingBranch
 from ringjax._src.comm import ring_comm
 from ringjax._src.kernels import dispatch, packing
 from ringjax._src.kernels.interface import Backend, Grads
@@ -21,18 +21,24 @@ calls = []
 
 
 def naive_pairs(operands, config):
-    """Yields query chunk, key chunk and mask (tasks, n * G, n) of every pair of packed chunks without positions."""
-    tasks, _, rows, _ = operands.query.shape
-    keys = operands.rows.num_rows
-    row, column = jnp.arange(rows)[:, None] // operands.q_per_kv, jnp.arange(keys)[None]
-    counts = jnp.repeat(jnp.asarray(operands.rows.counts), operands.tasks_per_head)[:, None, None]
-    for which in range(len(operands.pairs.query)):
-        mask = jnp.broadcast_to(column[None] < counts, (tasks, rows, keys))
-        if operands.is_causal(config):
-            mask &= (column <= row)[None]
-        if operands.pairs.active is not None:
-            mask &= operands.pairs.active[which]
-        yield operands.pairs.query[which], operands.pairs.key[which], mask
+    """Yields query chunk, key chunk and mask (tasks, n * G, n) of every pair of packed chunks."""
+    pairs, is_causal, row = operands.pairs, operands.is_causal(config), jnp.arange(operands.rows.num_rows)
+    head = jnp.arange(operands.batch) // operands.tasks_per_head
+    for which, (q_chunk, k_chunk) in enumerate(zip(pairs.query, pairs.key, strict=True)):
+        exists = row[None] < jnp.asarray(operands.rows.counts)[head][:, None]
+        mask = exists[:, :, None] & exists[:, None, :]
+        if pairs.active is not None:
+            mask &= pairs.active[which]
+        if pairs.positions is not None:
+            of_query, of_key = pairs.positions.query[q_chunk][head], pairs.positions.key[k_chunk][head]  # (tasks, n, 2)
+            mask &= of_query[:, :, None, 0] == of_key[:, None, :, 0]
+            mask &= (of_key[:, None, :, 1] <= of_query[:, :, None, 1]) | (not is_causal)
+        elif is_causal:
+            mask &= (row[None, :] <= row[:, None])[None]
+        if operands.query_ids is not None:
+            of_query, of_key = operands.query_ids[:, q_chunk, :, None], operands.key_ids[:, k_chunk, None]
+            mask &= (of_query == of_key) & (of_key >= 0)
+        yield q_chunk, k_chunk, jnp.repeat(mask, operands.q_per_kv, axis=1)
 
 
 def naive_attend(prior, operands, config):
@@ -58,19 +64,19 @@ def naive_attend_bwd(grads, operands, residuals, config):
         return packing.attend_bwd_packed(naive_attend_bwd, grads, operands, residuals, config)
     calls.append("attend_bwd")
     dq, ((dk, dv),) = grads.query, grads.kv
-    (k, v), q = operands.kv[0], operands.query
+    (k, v), q, dout = operands.kv[0], operands.query, residuals.dout / config.output_divisor
     for q_chunk, k_chunk, mask in naive_pairs(operands, config):
         scores = jnp.einsum("tmh,tsh->tms", q[:, q_chunk], k[:, k_chunk]) * config.scale
         probs = jnp.where(mask, jnp.exp(scores - residuals.lse[:, q_chunk, :, None]), 0)
-        dprobs = jnp.einsum("tmh,tsh->tms", residuals.dout[:, q_chunk], v[:, k_chunk])
+        dprobs = jnp.einsum("tmh,tsh->tms", dout[:, q_chunk], v[:, k_chunk])
         dscores = probs * (dprobs - residuals.delta[:, q_chunk, :, None]) * config.scale
         dq = dq.at[:, q_chunk].add(jnp.einsum("tms,tsh->tmh", dscores, k[:, k_chunk]))
         dk = dk.at[:, k_chunk].add(jnp.einsum("tms,tmh->tsh", dscores, q[:, q_chunk]))
-        dv = dv.at[:, k_chunk].add(jnp.einsum("tms,tmh->tsh", probs, residuals.dout[:, q_chunk]))
+        dv = dv.at[:, k_chunk].add(jnp.einsum("tms,tmh->tsh", probs, dout[:, q_chunk]))
     return Grads(dq, (jnp.stack([dk, dv]),))
 
 
-class BroadcastBranch(SharedBranch):
+class BroadcastBranch(KeySendingBranch):
     """Shares a segment by summing arrays that hold each device's keys in its own slot."""
 
     def send(self, keys):
@@ -102,35 +108,28 @@ class BroadcastBranch(SharedBranch):
         return dq, jax.lax.psum(every, self.comm.axis_name)[me]
 
 
-def outputs(arrays, pattern, **options):
-    q, k, v, g = arrays
-
-    def both(q, k, v, g):
-        attention = functools.partial(rj.dilated_attention, pattern=pattern, is_causal=True, **options)
-        out, vjp = jax.vjp(attention, q, k, v)
-        return out, *vjp(g)
-
-    return jax.jit(both, compiler_options=QUICK)(q, k, v, g)
-
-
 @pytest.fixture(autouse=True)
 def _forget_calls():
     calls.clear()
 
 
-@pytest.mark.parametrize("ring_size", [1, 4])
-def test_new_backend_is_one_registry_entry(ring_size, monkeypatch):
-    case = Case(length=64, kv_heads=2, q_per_kv=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
+@pytest.mark.parametrize(
+    ("ring_size", "case"),
+    [
+        (1, Case(q_per_kv=2, is_causal=True)),
+        (4, Case(q_per_kv=2, is_causal=True)),
+        (4, Case(segment_lengths=(16, 25), dilation_rates=(1, 3), rule="split", ids=True, is_causal=True)),
+    ],
+)
+def test_new_backend_is_one_registry_entry(ring_size, case, monkeypatch):
     toy = Backend("toy", "toy", None, naive_attend, naive_attend_bwd)
-    arrays = case.arrays("float32")
-    with pytest.raises(ValueError, match="`implementation` must be"):
-        outputs(arrays, case.pattern, implementation="toy")
-    monkeypatch.setitem(dispatch.BACKENDS, "toy", toy)
     ring = rj.Ring(ring_mesh(ring_size), strategy="ring")
-    found = outputs(arrays, case.pattern, implementation="toy", ring=ring)
+    attention = functools.partial(on_ring(ring), implementation="toy")
+    with pytest.raises(ValueError, match="`implementation` must be"):
+        run(attention, case.arrays("float32"), case.pattern)
+    monkeypatch.setitem(dispatch.BACKENDS, "toy", toy)
+    assert_equals_oracle(case, "float32", on_ring(ring), implementations=("toy",), compiler_options=QUICK)
     assert {"attend", "attend_bwd"} <= set(calls)
-    for x, y in zip(found, outputs(arrays, case.pattern, implementation="xla"), strict=True):
-        assert jnp.abs(x - y).max() < 2e-6
 
 
 def forget_broadcast():
@@ -139,14 +138,11 @@ def forget_broadcast():
 
 
 def test_new_way_to_share_a_segment_is_one_class_and_one_line(request):
-    case = Case(length=64, kv_heads=2, segment_lengths=(16, 64), dilation_rates=(1, 4))
-    arrays = case.arrays("float32")
+    case = Case(is_causal=True)
     with pytest.raises(ValueError, match="`strategy` must be"):
         rj.Ring(ring_mesh(4), strategy="broadcast")
     registry.add_strategy("broadcast", BroadcastBranch, costs.GATHERING)
     request.addfinalizer(forget_broadcast)
     ring = rj.Ring(ring_mesh(4), layout="zigzag", strategy="broadcast")
-    found = [ring.unshard(x) for x in outputs([ring.shard(x) for x in arrays], case.pattern, ring=ring)]
+    assert_equals_oracle(case, "float32", on_ring(ring), implementations=("xla",), compiler_options=QUICK)
     assert "broadcast" in calls
-    for x, y in zip(found, outputs(arrays, case.pattern, implementation="xla"), strict=True):
-        assert jnp.abs(x - y).max() < 2e-6

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 from jax import Array
 
 from ringjax._src import indexing
-from ringjax._src.branches.shared import PackedKeys, PackedQueries, SharedBranch
-from ringjax._src.comm.ring_comm import scan_hops
+from ringjax._src.branches.shared import KeySendingBranch, PackedKeys, PackedQueries
+from ringjax._src.comm.ring_comm import scan_range
 from ringjax._src.online_softmax import PartialSoftmax
 
 
-class AllGatherBranch(SharedBranch):
+class AllGatherBranch(KeySendingBranch):
     """Gathers the keys of all devices that share a segment; their gradients are summed by a reduce-scatter."""
 
     def send(self, keys: PackedKeys) -> PackedKeys:
@@ -30,7 +30,7 @@ class AllGatherBranch(SharedBranch):
             keys = self._keys_of(in_flight, source)
             return self.attend_chunks(partial, queries, keys, query_device=me, key_device=source)
 
-        return scan_hops(step, partial, 1, self.plan.ring_devices)
+        return scan_range(step, partial, 1, self.plan.ring_devices)
 
     def attend_all_bwd(self, queries: PackedQueries, keys: PackedKeys) -> tuple[Array, Array]:
         """Computes the packed gradients: of the queries, and of keys and values."""
@@ -50,7 +50,7 @@ class AllGatherBranch(SharedBranch):
             dq, dkv = self.attend_chunks_bwd((dq, zero_dkv), queries, keys, query_device=me, key_device=source)
             return dq, indexing.dynamic_update_index_in_dim(every, dkv, indexing.remainder(source, size), axis=0)
 
-        dq, every = scan_hops(step, (dq, every), 1, size)
+        dq, every = scan_range(step, (dq, every), 1, size)
         return dq, self.comm.reduce_scatter(every)
 
     def _keys_of(self, gathered: PackedKeys, device: Array) -> PackedKeys:

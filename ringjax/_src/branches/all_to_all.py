@@ -71,14 +71,6 @@ class AllToAllBranch(SharedBranch):
         """Counts the score tiles that this device computes in the forward pass in plain XLA."""
         return self._team.count_tiles()
 
-    def send(self, keys: PackedKeys) -> InFlight:
-        """Is not called: queries are sent with the keys."""
-        raise AssertionError
-
-    def attend_all(self, queries: PackedQueries, keys: PackedKeys, in_flight: InFlight) -> PartialSoftmax:
-        """Is not called, see `attend_rows`."""
-        raise AssertionError
-
     @functools.cached_property
     def _exchange(self) -> HeadExchange:
         return head_exchange(self.spec, self.plan.exchange_devices, len(self.rows.heads))

@@ -27,7 +27,7 @@ from jax import Array
 
 from ringjax._src.branches.protocol import InFlight
 from ringjax._src.comm.ordering import after
-from ringjax._src.comm.ring_comm import AxisName, scan_hops
+from ringjax._src.comm.ring_comm import AxisName, scan_range
 
 State = TypeVar("State")
 Found = Any  # results of one piece
@@ -54,7 +54,7 @@ def in_turn(stages: Stages, num: int, state: State) -> State:
     def step(state: State, i: Array) -> State:
         return stages.collect(i, stages.attend(i, stages.send(i, None)), state)
 
-    return scan_hops(step, state, 0, num)
+    return scan_range(step, state, 0, num)
 
 
 def pipelined(stages: Stages, num: int, arrived: InFlight, state: State, ordered: AxisName | None) -> State:
@@ -80,7 +80,7 @@ def pipelined(stages: Stages, num: int, arrived: InFlight, state: State, ordered
     first, last = jnp.int32(0), jnp.int32(num - 1)
     if num > 1:
         arrived, found = attend_and_send(first, arrived, state)
-        arrived, found, state = scan_hops(step, (arrived, found, state), 1, num - 1)
+        arrived, found, state = scan_range(step, (arrived, found, state), 1, num - 1)
         state = stages.collect(last - 1, found, state)
     found = stages.attend(last, after(arrived, state, ordered))
     return stages.collect(last, found, state)

@@ -1,8 +1,8 @@
 """What the forward and backward pass know of a branch.
 
-Forward, all branches start their communication before any of them attends, so messages of one branch overlap with the
-computation of others. Backward, a ring that is sent in one piece runs all its hops when it starts, and only its last
-message overlaps with other branches.
+Forward, all branches start before any of them attends, so messages of one branch overlap with the computation of
+others. (Rings that are sent in several pieces communicate later, when they finish.) Backward, a ring that is sent in
+one piece runs all its hops when it starts, and only its last message overlaps with other branches.
 """
 
 from __future__ import annotations

@@ -30,19 +30,20 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from ringjax._src.branches.shared import PackedKeys, PackedQueries, SharedBranch
-from ringjax._src.comm.ring_comm import scan_hops
+from ringjax._src.branches.shared import KeySendingBranch, PackedKeys, PackedQueries
+from ringjax._src.comm.ring_comm import scan_range
 from ringjax._src.kernels.interface import Residuals
 from ringjax._src.online_softmax import PartialSoftmax
 
+WAYS = (1, -1)  # ahead and behind; if keys travel in one direction only, a `zip` with them ends after the first
 
-class RingBranch(SharedBranch):
+
+class RingBranch(KeySendingBranch):
     """Rotates keys, or in the backward pass queries, along the devices that share a segment."""
 
     def send(self, keys: PackedKeys) -> tuple[PackedKeys, ...]:
         """Sends the keys to the next device and, on rings of at least 3, to the previous one."""
-        num = self.comm.ring_devices
-        return tuple(self.comm.rotate(keys, hops) for hops in ((1, -1) if num > 2 else (1,) if num > 1 else ()))
+        return tuple(self.comm.rotate(keys, way) for way in WAYS[: self.comm.ring_devices - 1])
 
     def attend_all(self, queries: PackedQueries, keys: PackedKeys, in_flight: tuple[PackedKeys, ...]) -> PartialSoftmax:
         """Computes the attention of the packed queries to the keys of all devices of the ring."""
@@ -62,11 +63,11 @@ class RingBranch(SharedBranch):
             carry: tuple[tuple[PackedKeys, ...], PartialSoftmax], number: Array
         ) -> tuple[tuple[PackedKeys, ...], PartialSoftmax]:
             arrived, partial = carry
-            after = tuple(comm.rotate(keys, hops) for keys, hops in zip(arrived, (1, -1), strict=False))
-            return after, attend_round(partial, arrived, number)
+            sent = tuple(comm.rotate(keys, way) for keys, way in zip(arrived, WAYS, strict=False))
+            return sent, attend_round(partial, arrived, number)
 
         two_sided = (num - 1) // 2  # rounds in which keys arrive from both sides
-        arrived, partial = scan_hops(step, (in_flight, partial), 1, two_sided)
+        arrived, partial = scan_range(step, (in_flight, partial), 1, two_sided)
         if two_sided and num % 2 == 0:
             last = comm.rotate(arrived[0])
             partial, arrived = attend_round(partial, arrived, two_sided), (last,)
@@ -102,7 +103,7 @@ class RingBranch(SharedBranch):
         in_flight = comm.rotate(payload)
         dheld, own = self._attend_hop(held, dheld, payload, 0, is_own=True)
         in_flight, own = lax.optimization_barrier((in_flight, own))  # else XLA may send the payload after hop 0
-        payload, dheld, dpayload = scan_hops(step, (in_flight, dheld, own), 1, last_hop)
+        payload, dheld, dpayload = scan_range(step, (in_flight, dheld, own), 1, last_hop)
         dheld, dpayload = add_hop(payload, dheld, dpayload, last_hop)
         return dheld, comm.rotate(dpayload)
 
@@ -110,13 +111,12 @@ class RingBranch(SharedBranch):
         """Returns the gradients of the held rows, and of the payload, which come home from both sides."""
         comm, num = self.comm, self.comm.ring_devices
         two_sided, is_even = (num - 1) // 2, num % 2 == 0  # if even, the last of num // 2 rounds is one-sided
-        ways = (1, -1)  # ahead and behind
 
-        def add_round(carry: TwoWayState, number: Array | int, to: tuple[int, ...] = ways) -> TwoWayState:
+        def add_round(carry: TwoWayState, number: Array | int, to: tuple[int, ...] = WAYS) -> TwoWayState:
             """Attends to what has arrived, and sends it on in the directions `to`."""
             arrived, sums, dheld = carry
             sent = tuple(comm.rotate(x, way) for x, way in zip(arrived, to, strict=False))
-            arriving = tuple(comm.rotate(x, way) for x, way in zip(sums, ways, strict=False))
+            arriving = tuple(comm.rotate(x, way) for x, way in zip(sums, WAYS, strict=False))
             shares: list[Array] = []
             for rows, hop in zip(arrived, (number, num - number), strict=False):
                 dheld, share = self._attend_hop(held, dheld, rows, hop)
@@ -124,12 +124,12 @@ class RingBranch(SharedBranch):
             sums = tuple(x + y for x, y in zip(arriving, shares, strict=True)) if sums else tuple(shares)
             return TwoWayState(sent, sums, dheld)
 
-        in_flight = tuple(comm.rotate(payload, way) for way in ways)
+        in_flight = tuple(comm.rotate(payload, way) for way in WAYS)
         dheld, own = self._attend_hop(held, dheld, payload, 0, is_own=True)
-        in_flight, own = lax.optimization_barrier((in_flight, own))  # sends the payload beside hop 0
-        carry, last_to = TwoWayState(in_flight, (), dheld), (1,) if is_even else ()
-        carry = add_round(carry, 1, ways if two_sided > 1 else last_to)
-        carry = scan_hops(add_round, carry, 2, two_sided)
+        in_flight, own = lax.optimization_barrier((in_flight, own))  # as in `_rotate_one_way`
+        carry, last_to = TwoWayState(in_flight, (), dheld), WAYS[:1] if is_even else ()
+        carry = add_round(carry, 1, WAYS if two_sided > 1 else last_to)  # not in the scan, as there are no sums yet
+        carry = scan_range(add_round, carry, 2, two_sided)
         if two_sided > 1:
             carry = add_round(carry, two_sided, last_to)
         went_ahead, went_behind = carry.sums

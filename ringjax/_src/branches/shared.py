@@ -1,7 +1,7 @@
 """What branches that share segments between devices have in common: packing, pieces, and attention to packed rows.
 
-A subclass that sends keys and values only implements `send`, `attend_all` and `attend_all_bwd`. One that also sends
-queries overrides `send_rows`, `attend_rows` and `return_rows`, and `send_rows_bwd` and `return_rows_bwd`. Branches with
+A `KeySendingBranch` implements `send`, `attend_all` and `attend_all_bwd`. A branch that also sends queries is a
+`SharedBranch` with `send_rows`, `attend_rows` and `return_rows`, and the same for the backward pass. Branches with
 large messages send their heads in several *pieces*, one after the other, to save memory. The forward pass:
 
     start         stages.send        send_rows            pack keys, send
@@ -78,12 +78,12 @@ class SharedBranch(abc.ABC):
     # The communication.
 
     @abc.abstractmethod
-    def send(self, keys: PackedKeys) -> InFlight:
-        """Starts to send packed keys to the devices that share the segment."""
+    def send_rows(self, views: Shard) -> InFlight:
+        """Packs rows and starts to send them."""
 
     @abc.abstractmethod
-    def attend_all(self, queries: PackedQueries, keys: PackedKeys, in_flight: InFlight) -> PartialSoftmax:
-        """Computes the attention of the packed queries to the keys of all devices that share the segment."""
+    def attend_rows(self, views: Shard, in_flight: InFlight) -> PartialSoftmax:
+        """Computes the attention of the packed queries that are on this device, once rows have been sent."""
 
     @abc.abstractmethod
     def attend_all_bwd(self, queries: PackedQueries, keys: PackedKeys) -> tuple[Array, Array]:
@@ -95,16 +95,6 @@ class SharedBranch(abc.ABC):
         assert self.spec.axis_name is not None
         size = self.team_size
         return RingComm(self.spec.axis_name, self.spec.ring_size * size, self.plan.ring_devices // size, size)
-
-    def send_rows(self, views: Shard) -> InFlight:
-        """Packs rows and starts to send them."""
-        keys = self.pack_keys(views)
-        return keys, self.send(keys)
-
-    def attend_rows(self, views: Shard, in_flight: InFlight) -> PartialSoftmax:
-        """Computes the attention of the packed queries that are on this device, once rows have been sent."""
-        keys, sent = in_flight
-        return self.attend_all(self.pack_queries(views), keys, sent)
 
     def return_rows(self, part: PartialSoftmax) -> PartialSoftmax:
         """Returns results to the devices of the queries, if queries were sent."""
@@ -134,7 +124,11 @@ class SharedBranch(abc.ABC):
         return PartialSoftmax(*(self.rows.put_view(x, y) for x, y in zip(merged, found, strict=True))), kept
 
     def start_bwd(self, shard: Shard, residuals: Residuals, kept: Kept) -> InFlight:
-        """Sends the first piece, or computes the packed gradients, whose last message overlaps with local branches."""
+        """Starts the backward pass.
+
+        An exchange sends its first piece; a branch in one piece computes its packed gradients, whose last message then
+        overlaps with local branches; pieces that do not overlap are sent later.
+        """
         if self.plan.pieces > 1 and not self.overlaps_pieces:
             return None
         stages, first = self._stages_bwd(shard, residuals, kept), jnp.int32(0)
@@ -142,7 +136,7 @@ class SharedBranch(abc.ABC):
         return sent if self.overlaps_pieces else stages.attend(first, sent)
 
     def finish_bwd(self, shard: Shard, residuals: Residuals, kept: Kept, in_flight: InFlight, grads: Grads) -> Grads:
-        """Adds the packed gradients to `grads`."""
+        """Computes the packed gradients, as far as they are not yet, and adds them to `grads`."""
         stages, dense = self._stages_bwd(shard, residuals, kept), (grads.query, *grads.kv)
         sums = tuple(self.rows.view(x) for x in dense)
         if self.plan.pieces == 1 and not self.overlaps_pieces:
@@ -218,6 +212,7 @@ class SharedBranch(abc.ABC):
         """Restricts the branch to the heads of one piece."""
         if self.plan.pieces == 1 and not self.overlaps_pieces:
             return self
+        # a single piece of an exchange is sliced too, as its messages must depend on the index, see `_ordered`
         num = len(self.rows.heads) // self.plan.pieces
         return dataclasses.replace(self, rows=self.rows.head_range(index * num, num))
 
@@ -352,3 +347,25 @@ class SharedBranch(abc.ABC):
         if own is not None:
             own_delta += delta(dout, own, lse.dtype, self._config)
         return queries._replace(residuals=Residuals(dout, lse[..., 0], own_delta)), keys
+
+
+class KeySendingBranch(SharedBranch):
+    """Base class of branches that send keys and values, while queries stay on their device."""
+
+    @abc.abstractmethod
+    def send(self, keys: PackedKeys) -> InFlight:
+        """Starts to send packed keys to the devices that share the segment."""
+
+    @abc.abstractmethod
+    def attend_all(self, queries: PackedQueries, keys: PackedKeys, in_flight: InFlight) -> PartialSoftmax:
+        """Computes the attention of the packed queries to the keys of all devices that share the segment."""
+
+    def send_rows(self, views: Shard) -> InFlight:
+        """Packs and sends the keys."""
+        keys = self.pack_keys(views)
+        return keys, self.send(keys)
+
+    def attend_rows(self, views: Shard, in_flight: InFlight) -> PartialSoftmax:
+        """Computes the attention of the queries of this device."""
+        keys, sent = in_flight
+        return self.attend_all(self.pack_queries(views), keys, sent)

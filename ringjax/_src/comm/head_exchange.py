@@ -1,4 +1,4 @@
-"""All-to-all over heads: trades a shard of the sequence with all heads for a longer part with some of the heads.
+"""All-to-all over heads: trades a shard of the sequence with all heads for a longer stretch with some of the heads.
 
 This is the exchange of [DeepSpeed-Ulysses](https://arxiv.org/abs/2309.14509). 4 devices with 4 heads, before and after
 (``s0h1``: shard 0 of the sequence, head 1):

@@ -290,8 +290,8 @@ class Ring:
 
         Raises:
             ValueError: If the length is not a multiple of the number of chunks, batch or heads do not divide evenly,
-                an array is on other devices or has another sharding than the ring requires, or is not on a mesh,
-                as it would be after `shard`, if the layout is not the order of the sequence.
+                an array is on other devices or has another sharding than the ring requires, or, in a layout that
+                permutes the sequence, was never placed on a mesh by `shard`.
         """
         ring_size = self.size("axis_name")
         multiple = layout_named(self._layout()).multiple(ring_size)

@@ -77,8 +77,8 @@ class RingComm:
         return [list(range(i, i + self.ring_devices)) for i in range(0, self.axis_size, self.ring_devices)]
 
 
-def scan_hops(step: Callable[[State, Array], State], state: State, first: int, end: int) -> State:
-    """Runs `step` on the hops from `first` to `end - 1`."""
+def scan_range(step: Callable[[State, Array], State], state: State, first: int, end: int) -> State:
+    """Runs `step` on the numbers from `first` to `end - 1`: hops, rounds or pieces."""
     if end <= first:
         return state
-    return lax.scan(lambda state, hop: (step(state, hop), None), state, jnp.arange(first, end, dtype=jnp.int32))[0]
+    return lax.scan(lambda state, i: (step(state, i), None), state, jnp.arange(first, end, dtype=jnp.int32))[0]

@@ -11,6 +11,17 @@ Operands come in two forms, which the kernels on GPU and CPU treat the same way,
 - *packed*: query (N, C, n * G, H), key and value stacked as (2, N, C, n, H): the rows of N = heads * batch tasks in C
   chunks of n rows. `ChunkPairs` determines which chunks of queries attend to which chunks of keys.
 
+What an implementation takes into account, beside the rows:
+
+- Queries are not scaled (`AttendConfig.scale`); sums are in the dtype of `prior` and `grads`.
+- A head may have fewer rows than others (`RowSelection.counts`): later rows are masked.
+- Causality masks where `Operands.is_causal` says so: rows by their number, or by `ChunkPairs.positions`.
+- Rows with `positions` attend to rows of equal segment; `key_ranges` bounds the keys that a block of queries needs.
+- Pairs that are not `active` have no work.
+- Rows attend to rows of equal segment id only, and not if it is negative: such rows are padding and may hold NaN.
+- The gradient of the output is that of the output divided by `AttendConfig.output_divisor`.
+- Nothing else: dropout is always computed in plain XLA.
+
 Legend: ``B`` batch, ``T`` positions on the device, ``K`` key/value heads, ``G`` query heads per key/value head, ``H``
 head dim.
 """
@@ -102,7 +113,8 @@ class ChunkPairs(NamedTuple):
         key: Key chunk of each pair, (pairs,).
         active: Which pairs have work, (pairs,), or None for all.
         is_diagonal: Whether query chunk and key chunk of a pair are the same, so that causality masks inside.
-        positions: Positions (C, heads, n, 2) of rows whose order does not determine the mask, or None.
+        positions: Segment and position of each row (C, heads, n, 2) of an unaligned branch, whose masks depend on them;
+            otherwise None.
         key_ranges: With positions, maps first row and last row + 1 of query blocks to the key rows that they may attend
             to, (pairs, heads, blocks, 2).
     """

@@ -38,7 +38,7 @@ class MaskInfo(NamedTuple):
     num_rows: Array | int  # number of rows of queries and of keys; later rows are block padding
     query_ids: Array | None = None  # segment id of each query row, or None; negative ids are padding
     key_ids: Array | None = None  # segment id of each key row, or None
-    positions: RowPositions | None = None  # positions of rows whose order does not determine the mask, or None
+    positions: RowPositions | None = None  # segments and positions of rows of an unaligned branch, or None
     key_ranges: Array | None = None  # with positions, the key rows that each query block may attend to, (blocks, 2)
     hashes: RowHashes | None = None  # hashes of query rows (M,) and key rows (S,) for dropout, or None
 
