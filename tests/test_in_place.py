@@ -160,7 +160,7 @@ def test_rows_are_read_in_place(fields):
         ({"is_aligned": False}, "segments must be whole and every head must select rows"),
         ({"has_empty_heads": True}, "segments must be whole and every head must select rows"),
         ({"length": 8194}, "the rate must divide the length and the segments"),
-        ({"ids": True}, "segment ids and dropout need packed rows"),
+        ({"ids": True}, "segment ids need packed rows"),
         ({"dim": 64}, "the head dim must be 128"),
         ({"dim": 256}, "the head dim must be 128"),
         ({"order": [1, 0, 2, 3]}, "the branch must have all heads"),

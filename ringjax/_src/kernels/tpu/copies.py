@@ -59,7 +59,7 @@ class CopiedArrays(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class CopyPlan:
     """Which rows every grid step processes."""
 
     heads: int
@@ -101,7 +101,7 @@ class Plan:
 class Copier:
     """Copies rows between dense arrays and a buffer (slots, arrays, copies, 1, rows, H)."""
 
-    def __init__(self, plan: Plan, copied: CopiedArrays, offsets: Ref, buffer: Ref) -> None:
+    def __init__(self, plan: CopyPlan, copied: CopiedArrays, offsets: Ref, buffer: Ref) -> None:
         self.plan, self.copied, self.offsets, self.buffer = plan, copied, offsets, buffer
         self.period = plan.period(copied)
         self.first_program = pl.program_id(0) * plan.programs
@@ -253,7 +253,7 @@ class Sums:
         return self.copier.plan.view(self.copier.copied, self.copier.buffer, block, slot)
 
 
-def begin(program: Array, plan: Plan, inputs: Sequence[Input], sums: Sequence[Sums], *, has_prior: bool) -> None:
+def begin(program: Array, plan: CopyPlan, inputs: Sequence[Input], sums: Sequence[Sums], *, has_prior: bool) -> None:
     """Starts to copy the rows of the next program, and waits for those of this one."""
 
     @pl.when(program >= 2)
@@ -270,7 +270,7 @@ def begin(program: Array, plan: Plan, inputs: Sequence[Input], sums: Sequence[Su
             pl.when(remainder(program, period) == 0)(begin_unit)
 
 
-def _begin_unit(program: Array, plan: Plan, every: Sequence[Input | Sums]) -> None:
+def _begin_unit(program: Array, plan: CopyPlan, every: Sequence[Input | Sums]) -> None:
     period = every[0].copier.period
     unit, num = quotient(program, period), plan.programs // period
 

@@ -24,7 +24,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ringjax._src.kernels.blocks import KernelConfig, pair_ranges
 from ringjax._src.kernels.interface import Grads, Operands, Residuals
 from ringjax._src.kernels.platform import on_its_platform
-from ringjax._src.kernels.tpu.copies import INPUT_SLOTS, SUM_SLOTS, CopiedArrays, Copier, Input, Plan, Sums, begin
+from ringjax._src.kernels.tpu.copies import INPUT_SLOTS, SUM_SLOTS, CopiedArrays, Copier, CopyPlan, Input, Sums, begin
 from ringjax._src.kernels.tpu.kernels import LOG2_E, forward_kernel, gradient_kernel
 from ringjax._src.kernels.tpu.tiling import LANES, VMEM_BYTES, tiling
 from ringjax._src.online_softmax import PartialSoftmax
@@ -45,7 +45,7 @@ def why_packed(operands: Operands, config: KernelConfig, *, is_bwd: bool) -> str
     rules = {
         "segments must be whole and every head must select rows": rows.is_aligned and not rows.has_empty_heads,
         "the rate must divide the length and the segments": not any(x % rows.rate for x in positions),
-        "segment ids and dropout need packed rows": operands.query_ids is None and operands.hashes is None,
+        "segment ids need packed rows": operands.query_ids is None,
         f"the head dim must be {LANES}": dim == LANES,  # Mosaic has no strided loads of wider rows
         "the branch must have all heads": has_all_heads,
         "16-bit heads must form pairs": not is_narrow or (heads % 2 == 0 and (q_per_kv == 1 or q_per_kv % 2 == 0)),
@@ -59,10 +59,10 @@ def why_packed(operands: Operands, config: KernelConfig, *, is_bwd: bool) -> str
 
 def attend(prior: PartialSoftmax, operands: Operands, config: KernelConfig, *, has_prior: bool) -> PartialSoftmax:
     """Merges the attention of the selected rows into `prior`, float32, updating its rows in place."""
-    rows, call = operands.rows, _Call(operands, config, is_bwd=False)
+    rows, call = operands.rows, _Call(operands, config, is_bwd=False, has_prior=has_prior)
     lse = pack_numbers(prior.lse, rows)[:, :, None]
     arrays = operands.query, *operands.kv
-    (out,), (lse,) = _run(call, operands, arrays, plain=[], sums=[prior.out], numbers=[lse], has_prior=has_prior)
+    (out,), (lse,) = _run(call, operands, arrays, plain=[], sums=[prior.out], numbers=[lse])
     return PartialSoftmax(out, unpack_numbers(prior.lse, lse, rows))
 
 
@@ -70,13 +70,13 @@ def attend_bwd(
     grads: Grads, operands: Operands, residuals: Residuals, config: KernelConfig, *, has_prior: bool
 ) -> Grads:
     """Adds the gradients of the selected rows to `grads`, float32, updating their rows in place."""
-    call = _Call(operands, config, is_bwd=True)
+    call = _Call(operands, config, is_bwd=True, has_prior=has_prior)
     lse = residuals.lse * LOG2_E + math.log2(config.output_divisor)
     stats = [pack_numbers(x, operands.rows) for x in (lse, residuals.delta * config.output_divisor)]
     arrays = operands.query, *operands.kv, residuals.dout
     sums = [grads.query, *grads.kv]
     plain = [jnp.stack(stats, axis=2)]
-    (dq, *dkv), _ = _run(call, operands, arrays, plain=plain, sums=sums, numbers=[], has_prior=has_prior)
+    (dq, *dkv), _ = _run(call, operands, arrays, plain=plain, sums=sums, numbers=[])
     return Grads(dq, tuple(dkv))
 
 
@@ -104,19 +104,19 @@ def _split(x: Array, rows: RowSelection) -> tuple[Array, Array]:
 
 
 class _Call:
-    """A kernel, its grid and its buffers."""
+    """A kernel, its grid and its buffers; if `has_prior`, it reads the sums before it adds to them."""
 
-    def __init__(self, operands: Operands, config: KernelConfig, *, is_bwd: bool) -> None:
+    def __init__(self, operands: Operands, config: KernelConfig, *, is_bwd: bool, has_prior: bool = False) -> None:
         rows, dim, heads = operands.rows, operands.query.shape[-1], operands.kv_heads
         num_tasks = operands.batch * rows.chunks * heads
-        self.is_bwd, self.dtype = is_bwd, operands.query.dtype
+        self.is_bwd, self.has_prior, self.dtype = is_bwd, has_prior, operands.query.dtype
         self.config = dataclasses.replace(config, tasks_per_head=num_tasks)  # ranges are the same for all heads
         self.tiling = tiling(config, num_tasks)
         tasks = self.tiling.tasks
         is_narrow = operands.query.dtype.itemsize == 2
         is_shared = is_narrow and heads % 2 == 0 and (tasks == 1 or tasks % 2 == 0) and _are_pairs_alike(rows.offsets)
         halves = 2 if num_tasks % (2 * tasks * (2 if is_shared and tasks == 1 else 1)) == 0 else 1
-        self.plan = Plan(
+        self.plan = CopyPlan(
             heads=heads,
             chunks=rows.chunks,
             first_row=rows.first // rows.rate,
@@ -170,23 +170,26 @@ class _Call:
         call.config = dataclasses.replace(self.config, tasks_per_head=self.config.tasks_per_head * times)
         return call
 
-    def run(self, *given: Array, num_plain: int, has_prior: bool) -> list[Array]:
+    @property
+    def num_plain(self) -> int:
+        """Number of arrays of numbers per row that the kernel reads only: lse and delta are one."""
+        return 1 if self.is_bwd else 0
+
+    def __call__(self, *given: Array) -> list[Array]:
         """Runs the kernel.
 
         Args:
             *given: Offsets, chunks and ranges; dense views of the inputs, in the order of `inputs`; numbers per row
                 (N, 1, num, n * G) that the kernel reads; dense views of the sums; and numbers that it updates.
-            num_plain: How many arrays of numbers the kernel reads only.
-            has_prior: Whether the sums have values that the kernel must read.
         """
         in_hbm, num_scalars = pl.BlockSpec(memory_space=pltpu.HBM), 3
         num_dense, num_sums = (sum(x.arrays for x in every) for every in (self.inputs, self.sums))
-        first = num_scalars + num_dense + num_plain
-        plain, updated = given[first - num_plain : first], given[first:]
+        first = num_scalars + num_dense + self.num_plain
+        plain, updated = given[first - self.num_plain : first], given[first:]
         specs = lambda arrays: [self._numbers(x.shape[2]) for x in arrays]  # noqa: E731
-        read = updated if has_prior else updated[:num_sums]
+        read = updated if self.has_prior else updated[:num_sums]
         kernel = pl.pallas_call(
-            functools.partial(_kernel, call=self, has_prior=has_prior, num_plain=num_plain),
+            functools.partial(_kernel, call=self),
             out_shape=[shaped_like(x, *given[:num_scalars]) for x in updated],
             grid_spec=pltpu.PrefetchScalarGridSpec(
                 num_scalar_prefetch=num_scalars,
@@ -236,20 +239,11 @@ class _Call:
         moved = num_tasks * num_rows * plan.dim * row_bytes
         return pl.CostEstimate(flops=2 * multiplies * pairs * plan.dim, transcendentals=pairs, bytes_accessed=moved)
 
-
-@dataclasses.dataclass(frozen=True)
-class _Run:
-    """Runs a kernel, also on arrays that `jax.vmap` maps, which Pallas does not support for arrays in HBM."""
-
-    call: _Call
-    num_plain: int
-    has_prior: bool
-
-    def __call__(self, *given: Array) -> list[Array]:
-        return self.call.run(*given, num_plain=self.num_plain, has_prior=self.has_prior)
-
     def mapped(self, axes: Sequence[int | None]) -> Callable[..., list[Array]]:
-        """Returns the function for arrays with one more first axis, except where `axes` has None."""
+        """Returns the call for arrays with one more first axis, except where `axes` has None.
+
+        Pallas does not support `jax.vmap` of arrays in HBM.
+        """
         return functools.partial(self._run_mapped, tuple(axes))
 
     def _run_mapped(self, axes: tuple[int | None, ...], *given: Array) -> list[Array]:
@@ -260,8 +254,7 @@ class _Run:
             for x, axis in zip(given[3:], axes[3:], strict=True)
         ]
         merged = [x.reshape(-1, *x.shape[2:]) for x in arrays]
-        run = dataclasses.replace(self, call=self.call.for_batch(size))
-        return [x.reshape(size, -1, *x.shape[1:]) for x in run(*scalars, *merged)]
+        return [x.reshape(size, -1, *x.shape[1:]) for x in self.for_batch(size)(*scalars, *merged)]
 
 
 def _run(
@@ -272,7 +265,6 @@ def _run(
     plain: Sequence[Array],
     sums: Sequence[Array],
     numbers: Sequence[Array],
-    has_prior: bool,
 ) -> tuple[list[Array], list[Array]]:
     """Runs a kernel on dense arrays and sums, and on numbers per row, and returns the updated sums and numbers."""
     rate = operands.rows.rate
@@ -282,8 +274,8 @@ def _run(
         ranges = call.config.q_block_ranges(ranges)
     scalars = jnp.asarray(operands.rows.offsets), jnp.zeros((3,), jnp.int32), ranges
     given = *scalars, *map(view, arrays), *plain, *map(view, sums), *numbers
-    run = _Run(call, len(plain), has_prior)
-    found = run(*given) if call.config.interpret else on_its_platform("tpu", run, *given, sums=len(sums) + len(numbers))
+    num_results = len(sums) + len(numbers)
+    found = call(*given) if call.config.interpret else on_its_platform("tpu", call, *given, sums=num_results)
     return [x.reshape(y.shape) for x, y in zip(found, sums, strict=False)], list(found[len(sums) :])
 
 
@@ -292,15 +284,15 @@ def _are_pairs_alike(offsets: Any) -> bool:  # noqa: ANN401
     return isinstance(offsets, np.ndarray) and np.array_equal(offsets[::2], offsets[1::2])
 
 
-def _kernel(offsets: Ref, chunks: Ref, ranges: Ref, *refs: Ref, call: _Call, has_prior: bool, num_plain: int) -> None:
+def _kernel(offsets: Ref, chunks: Ref, ranges: Ref, *refs: Ref, call: _Call) -> None:
     """Runs the kernel for packed rows on rows that were copied to VMEM."""
     rest = iter(refs)
     take = lambda num: [next(rest) for _ in range(num)]  # noqa: E731
     num_blocks = 0 if call.is_bwd else 1
     arrays = [take(copied.arrays) for copied in call.inputs]
-    plain = take(num_plain)
+    plain = take(call.num_plain)
     given = [take(copied.arrays) for copied in call.sums]
-    given_blocks = take(num_blocks if has_prior else 0)
+    given_blocks = take(num_blocks if call.has_prior else 0)
     updated = [take(copied.arrays) for copied in call.sums]
     updated_blocks = take(num_blocks)
     buffers = [take(2 if copied.is_narrow else 1) for copied in call.inputs]
@@ -327,7 +319,7 @@ def _kernel(offsets: Ref, chunks: Ref, ranges: Ref, *refs: Ref, call: _Call, has
     when = lambda condition, run: run() if has_one_step else pl.when(condition)(run)  # noqa: E731
 
     def start() -> None:
-        begin(program, call.plan, inputs, sums, has_prior=has_prior)
+        begin(program, call.plan, inputs, sums, has_prior=call.has_prior)
         for copies in inputs:
             copies.unpack(program)
 
@@ -343,13 +335,13 @@ def _kernel(offsets: Ref, chunks: Ref, ranges: Ref, *refs: Ref, call: _Call, has
         ranges,
         *input_views,
         *plain,
-        *((*sum_views, *given_blocks) if has_prior else ()),
+        *((*sum_views, *given_blocks) if call.has_prior else ()),
         *sum_views,
         *updated_blocks,
         *scratch,
         config=call.config,
         tiling=call.tiling,
-        has_prior=has_prior,
+        has_prior=call.has_prior,
         first_axis=1,
     )
 
