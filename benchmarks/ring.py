@@ -51,10 +51,10 @@ def ring_sizes(bench: Bench) -> list[Table]:
     times.append({"tokens": "DarcStar fork, two GPUs", "ring of 2": FORK_TWO_GPU_TIME})
     memories.append({"tokens": "DarcStar fork, two GPUs", "ring of 2": FORK_TWO_GPU_MEMORY})
     time_notes = (
-        "Segments 2048, 8192 and the whole sequence with rates 1, 4, 16; 8 heads of 64; causal cases use the zigzag "
-        "layout. Time relative to the faster of one device and two head-sharded devices on the same cores: 1 means no "
-        "overhead. CPU devices share the cores, so a ring cannot scale beyond them. The last rows are published "
-        "figures of the DarcStar-Solutions-Tech fork of fkodom/dilated-attention-pytorch, whose "
+        "Segments 2048, 8192 and the whole sequence with rates 1, 4, 16; 8 heads of 64; contiguous layout. The plan "
+        "exchanges heads. Time relative to the faster of one device and two head-sharded devices on the same cores: 1 "
+        "means no overhead. CPU devices share the cores, so a ring cannot scale beyond them. The last rows are "
+        "published figures of the DarcStar-Solutions-Tech fork of fkodom/dilated-attention-pytorch, whose "
         "`RingDilatedAttentionV2Collective` class ringjax reimplements: its ring relative to its single device, on its "
         "own hardware."
     )
