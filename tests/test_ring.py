@@ -260,20 +260,27 @@ def test_several_blocks_per_chunk_equal_oracle(segment_lengths, is_causal, layou
 
 
 @pytest.mark.parametrize(
-    ("segment_lengths", "dilation_rates"),
-    [((128,), (2,)), pytest.param((16, 128), (1, 2), marks=SLOW)],
-    ids=["one branch", "two branches"],
+    ("strategy", "segment_lengths", "dilation_rates"),
+    [
+        ("ring", (128,), (2,)),
+        ("all_to_all", (128,), (2,)),
+        pytest.param("all_to_all", (16, 50), (1, 3), marks=SLOW),
+        pytest.param("all_to_all_ring", (128,), (2,), marks=SLOW),
+        pytest.param("all_gather", (128,), (2,), marks=SLOW),
+        pytest.param("auto", (16, 128), (1, 2), marks=SLOW),
+    ],
 )
-def test_bfloat16_on_a_ring_is_as_exact_as_on_one_device(segment_lengths, dilation_rates):
+def test_bfloat16_on_a_ring_is_as_exact_as_on_one_device(strategy, segment_lengths, dilation_rates):
     case = Case(
         length=128,
+        kv_heads=4,
         q_per_kv=2,
         head_dim=32,
         segment_lengths=segment_lengths,
         dilation_rates=dilation_rates,
         is_causal=True,
     )
-    ring = RingCase(case, ring_size=8, layout="zigzag").ring
+    ring = RingCase(case, ring_size=8, layout="zigzag", strategy=strategy).ring
     contenders = {
         devices: with_gradients(attention, case.pattern, compiler_options=QUICK, is_causal=True)
         for devices, attention in ((1, rj.dilated_attention), (8, on_ring(ring)))
