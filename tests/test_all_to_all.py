@@ -102,6 +102,38 @@ def test_rate_that_does_not_divide_the_chunk_is_exchanged_over_the_whole_ring(la
 
 
 @pytest.mark.parametrize(
+    ("ring_size", "layout", "exchange", "case"),
+    [
+        # 3 heads on 2 devices, of which one selects no row of the last segment
+        (2, "contiguous", "dense", Case(length=10, kv_heads=3, segment_lengths=(3, 3), dilation_rates=(1, 2))),
+        (4, "contiguous", "rows", Case(kv_heads=2, segment_lengths=(64,), dilation_rates=(4,), is_causal=True)),
+        pytest.param(4, "zigzag", "dense", Case(length=45, kv_heads=3, segment_lengths=(7, 45)), marks=SLOW),
+        pytest.param(3, "zigzag", "rows", Case(length=66, kv_heads=2, segment_lengths=(66,)), marks=SLOW),
+        pytest.param(8, "zigzag", "rows", Case(kv_heads=2, segment_lengths=(64,), rule="detached"), marks=SLOW),
+        pytest.param(4, "contiguous", "rows", Case(kv_heads=6, segment_lengths=(64,), ids=True), marks=SLOW),
+    ],
+)
+@by_implementation("xla")
+def test_heads_that_the_devices_do_not_divide_are_copied(ring_size, layout, exchange, case, implementation):
+    rates = case.dilation_rates[: len(case.segment_lengths)]
+    case = case._replace(batch=1, q_per_kv=ring_size, dilation_rates=rates)
+    given = RingCase(case, ring_size=ring_size, layout=layout, strategy="all_to_all")
+    assert {way for way in ways(given) if way[0] != "local"} == {("all_to_all", exchange, ring_size)}
+    assert_ring_equals_oracle(given, "float64", implementations=(implementation,))
+
+
+@pytest.mark.parametrize(
+    ("length", "segment_lengths", "strategy"),
+    [(3, (3,), "all_to_all"), (5, (2, 5), "auto"), (8, (8,), "all_to_all"), (7, (7,), "all_to_all_ring")],
+)
+def test_devices_with_one_row_or_none_equal_oracle(length, segment_lengths, strategy):
+    rates = (1, 2)[: len(segment_lengths)]
+    case = Case(length=length, batch=1, kv_heads=8, segment_lengths=segment_lengths, dilation_rates=rates)
+    given = RingCase(case, ring_size=8, layout="contiguous", strategy=strategy)
+    assert_ring_equals_oracle(given, "float64", implementations=("xla",))
+
+
+@pytest.mark.parametrize(
     ("ring_size", "layout", "case"),
     [
         (2, "zigzag", Case(length=32, batch=1, kv_heads=2, segment_lengths=(32,), dilation_rates=(2,))),
@@ -211,6 +243,58 @@ def test_exchange_inside_a_shard_map_equals_oracle(make_mesh):
     ring = rj.Ring(make_mesh(2, 2, 2, names=ALL), layout="contiguous", **SHARED)
     attention = in_shard_map(ring, head_axis="tensor", strategy="all_to_all")
     assert_sharded_equals_oracle(MESH_CASE, ring, attention=attention)
+
+
+@SLOW
+@pytest.mark.parametrize("make_mesh", [ring_mesh, explicit_mesh])
+@pytest.mark.parametrize("is_inside", [False, True], ids=["ring", "shard_map"])
+@pytest.mark.parametrize(
+    ("strategy", "layout", "segment"),
+    [
+        ("all_to_all_ring", "contiguous", 64),
+        ("all_to_all_ring", "zigzag", 64),
+        ("all_to_all", "contiguous", 32),  # groups of 2 of the 4 devices
+        ("all_to_all", "zigzag", 25),  # unaligned
+        ("all_gather", "contiguous", 64),
+    ],
+)
+def test_every_strategy_beside_a_head_axis_equals_oracle(make_mesh, is_inside, strategy, layout, segment):
+    heads = {"all_to_all": 8, "all_to_all_ring": 4, "all_gather": 2}[strategy]
+    case = MESH_CASE._replace(kv_heads=heads, segment_lengths=(segment,), dilation_rates=(2,))
+    ring = rj.Ring(make_mesh(1, 4, 2, names=ALL), layout=layout, strategy=strategy, **SHARED)
+    attention = in_shard_map(ring, head_axis="tensor", strategy=strategy) if is_inside else None
+    assert_sharded_equals_oracle(case, ring, attention=attention, implementations=(available("native"),))
+
+
+@SLOW
+@pytest.mark.parametrize("strategy", [*EXCHANGES, "ring", "all_gather", "auto"])
+@pytest.mark.parametrize(("layout", "segment", "rate"), [("zigzag", 64, 2), ("zigzag", 25, 3), ("contiguous", 64, 4)])
+def test_every_strategy_over_two_axes_equals_oracle(strategy, layout, segment, rate):
+    mesh, axes = ring_mesh(2, 4, names=("node", "device")), ("node", "device")
+    ring = rj.Ring(mesh, axis_name=axes, layout=layout, strategy=strategy)
+    case = MESH_CASE._replace(
+        batch=1, kv_heads=8, q_per_kv=1, segment_lengths=(segment,), dilation_rates=(rate,), dropout_rate=0.2
+    )
+    assert_sharded_equals_oracle(case, ring, implementations=(available("native"),))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "segment", "exchange"),
+    [
+        ("all_to_all", 61, "rows"),
+        pytest.param("all_to_all", 25, "dense", marks=SLOW),
+        pytest.param("all_to_all_ring", 61, "rows", marks=SLOW),
+    ],
+)
+def test_nan_in_padding_is_neither_attended_to_nor_sent_on(strategy, segment, exchange):
+    kv_heads = {"all_to_all": 4, "all_to_all_ring": 2}[strategy]
+    case = MESH_CASE._replace(
+        length=61, batch=1, kv_heads=kv_heads, q_per_kv=1, segment_lengths=(segment,), dilation_rates=(1,), ids=False
+    )
+    ring = rj.Ring(ring_mesh(4), strategy=strategy)
+    given = RingCase(case, ring_size=4, layout="contiguous", strategy=strategy)
+    assert {way[:2] for way in ways(given)} == {(strategy, exchange)}
+    assert_sharded_equals_oracle(case, ring, fill=float("nan"))
 
 
 @pytest.mark.parametrize(

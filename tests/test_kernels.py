@@ -105,6 +105,19 @@ def test_given_block_sizes_equal_oracle(implementation):
     assert_equals_oracle(case, "float32", attention, implementations=(implementation,), compiler_options=QUICK)
 
 
+@pytest.mark.parametrize("implementation", ["xla", NATIVE, *TARGETS])
+def test_rows_with_any_negative_id_attend_to_nothing(implementation):
+    shape, ids = (1, 64, 1, 32), np.repeat([0, -1, -2, -7], 16)[None]
+    x = jnp.ones(shape)
+    pattern = rj.DilationPattern((64,), (1,))
+    out, lse = rj.dilated_attention(
+        x, x, x, pattern, segment_ids=jnp.asarray(ids), implementation=implementation, return_lse=True
+    )
+    assert np.isneginf(lse[0, 16:]).all()
+    assert np.isfinite(lse[0, :16]).all()
+    assert not out[0, 16:].any()
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 def test_scales_that_are_not_positive_equal_oracle(scale):
     case = one_entry(

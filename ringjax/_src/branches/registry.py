@@ -50,8 +50,8 @@ def make_branches(spec: AttentionSpec, shard: Shard) -> list[DeviceBranch]:
     branches: list[DeviceBranch] = []
     starts_empty = not spec.has_zero_keys and shard.sink is None
     for plan in local:
-        parts = tuple(_local_heads(spec, rows) for rows in plan.selections)
-        branches.append(LocalBranch(spec, _name(plan), parts, not branches, starts_empty, first_head(spec)))
+        selections = tuple(_local_heads(spec, rows) for rows in plan.selections)
+        branches.append(LocalBranch(spec, _name(plan), selections, not branches, starts_empty, first_head(spec)))
     dense = [plan for plan in plans if plan.exchange == "dense"]
     if dense:
         branches.append(_dense_branch(spec, dense))
@@ -79,8 +79,10 @@ def _dense_branch(spec: AttentionSpec, plans: list[BranchPlan]) -> DenseAllToAll
     one = geometry.exchanged_spec(spec, exchange.parts)
     branches: list[LocalBranch] = []
     for plan in plans:
-        parts = tuple(rows.local_heads(first, num) for rows in plan.selections)
-        branches.append(LocalBranch(one, _name(plan), parts, is_first=not branches, first_head=first))
+        selections = plan.selections
+        if one.head_shards > 1:
+            selections = tuple(rows.local_heads(first, num) for rows in selections)
+        branches.append(LocalBranch(one, _name(plan), selections, is_first=not branches, first_head=first))
     return DenseAllToAllBranch(spec, "_".join(branch.name for branch in branches), exchange, tuple(branches))
 
 

@@ -199,8 +199,8 @@ def packed_mask_inputs(operands: Operands, config: KernelConfig) -> tuple[Array,
     query: list[Array] = []
     key: list[Array] = []
     if operands.query_ids is not None and operands.key_ids is not None:
-        query.append(operands.query_ids.astype(jnp.int32))
-        key.append(jnp.where(operands.key_ids < 0, -2, operands.key_ids).astype(jnp.int32))  # padding differs
+        for ids, inputs, padding in ((operands.query_ids, query, -1), (operands.key_ids, key, -2)):
+            inputs.append(jnp.where(ids < 0, padding, ids).astype(jnp.int32))  # padding differs
     assert operands.pairs is not None
     if operands.pairs.positions is not None:
         for positions, inputs in zip(operands.pairs.positions, (query, key), strict=True):
