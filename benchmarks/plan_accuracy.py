@@ -42,6 +42,8 @@ def job(seq_len: int, pattern: str, heads: int = 8, dim: int = 128, **options) -
 K, M, G = 2**10, 2**20, 2**30
 THREE = "2K/1,16K/4,T/16"
 OPEN = {"is_causal": False, "layout": "contiguous"}
+EXCHANGE = {"layout": "contiguous", "strategy": "all_to_all"}
+TEAMS = {"strategy": "all_to_all_ring"}
 CASES = {
     "cpu": [
         Case("three branches", "cpu:8", job(128 * K, THREE, dim=64, dtype="float32")),
@@ -51,6 +53,11 @@ CASES = {
         Case("GQA", "cpu:8", job(128 * K, THREE, dim=64, dtype="float32", num_kv_heads=2)),
         Case("dense ring", "cpu:4", job(32 * K, "T/1", dim=64, dtype="float32")),
         Case("head dim 128", "cpu:8", job(128 * K, "4K/1,T/32", dim=128, dtype="float32")),
+        Case("exchange", "cpu:8", job(128 * K, THREE, dim=64, dtype="float32", **EXCHANGE)),
+        Case("exchange, GQA", "cpu:4", job(128 * K, THREE, dim=64, dtype="float32", num_kv_heads=2, **EXCHANGE)),
+        Case("exchange, T/3", "cpu:4", job(96 * K, "3K/1,T/3", dim=64, dtype="float32", **EXCHANGE)),
+        Case("exchange of whole arrays", "cpu:4", job(96 * K, "5K/1", dim=64, dtype="float32", **EXCHANGE)),
+        Case("teams of 4", "cpu:8", job(128 * K, THREE, heads=4, dim=64, dtype="float32", **TEAMS)),
     ],
     "cuda": [
         Case("three branches", "cuda:h100:1x1x8", job(M, THREE)),
@@ -59,6 +66,8 @@ CASES = {
         Case("one million tokens", "cuda:h100:1x1x8", job(M, "2K/1,32K/8,T/64", heads=16)),
         Case("float32", "cuda:h100:1x1x8", job(512 * K, THREE, dtype="float32")),
         Case("64 GPUs, not causal", "cuda:b200:1x8x8", job(4 * M, "2K/1,64K/8,T/64", **OPEN)),
+        Case("exchange", "cuda:h100:1x1x8", job(M, THREE, **EXCHANGE)),
+        Case("teams of 4", "cuda:h100:1x1x8", job(M, THREE, heads=4, **TEAMS)),
     ],
     "tpu": [
         Case("local branches", "tpu:v5p:2x2x2", job(2 * M, "2K/1,64K/8")),

@@ -1,8 +1,8 @@
 """Estimates of the memory that attention takes on a device: arguments, results and temporaries.
 
-Each platform has its own model, because the programs differ: plain XLA and the GPU kernels work in place, the TPU
-kernels on packed rows. The models count whole arrays and ignore what is small. `benchmarks/plan_accuracy.py` compares
-them with compiled programs.
+Each platform has its own model, because the programs differ: plain XLA and the GPU kernels work in place. For TPU, rows
+are assumed to be packed, although the kernels read some local branches in place, which takes less. The models count
+whole arrays and ignore what is small. `benchmarks/plan_accuracy.py` compares them with compiled programs.
 """
 
 from __future__ import annotations
@@ -72,12 +72,14 @@ def _in_xla(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -
     gradient = 2 * a.lse + a.is_wide * (a.q_sums + 2 * a.k_sums)
     for branch, size in _shared_branches(spec, branches):
         if branch.exchange:
-            exchanged = _exchanged(branch, size)
-            forward += exchanged.forward
-            gradient += exchanged.gradient
+            there, back = _exchanged(branch, size)
+            # as sent and received; of the next piece, too; and of unaligned rows in the order of the sequence
+            copies = 3 if branch.pieces > 1 or not (branch.is_aligned or branch.exchange == "dense") else 2
+            forward += copies * (there.rows + there.results) + there.results + there.hopping + size.ids
+            gradient += copies * (back.rows + back.results) + back.hopping + size.ids
             continue
         copies = branch.ring_devices + 1 if branch.where == "all_gather" else 3
-        forward += copies * size.keys + size.queries + size.query_sums + size.ids
+        forward += (copies + _is_two_way(branch)) * size.keys + size.queries + size.query_sums + size.ids
         rest = (size.keys, size.key_sums) if branch.moves == "keys" else (2 * size.queries, size.query_sums)
         gradient += (copies + _extra_copies(branch)) * sum(rest) + size.keys + 2 * size.queries
     scratch = _SCRATCH if spec.ring_size == 1 else _RING_SCRATCH
@@ -88,20 +90,27 @@ def _on_gpu(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -
     """The kernels read rows and accumulate results in place.
 
     In a gradient, the accumulators of the forward pass are freed before those of the backward pass are made, unless
-    they have the same shape: XLA makes zeros of one shape at once. Rows that are sent backward reuse freed memory.
+    they have the same shape: XLA makes zeros of one shape at once. Rows that are sent backward reuse freed memory. The
+    rows of an exchange in one piece have left when results are accumulated.
     """
-    shared = _shared_branches(spec, branches)
-    rows = [
-        _exchanged(b, x, overlaps=True).forward
-        if b.exchange
-        else _copies(b) * x.keys + x.queries + x.query_sums + a.lse
-        for b, x in shared
-    ]
-    forward = a.is_wide * a.q_sums + max(rows, default=0)
     both = 2 * a.q_sums + 2 * a.k_sums if spec.q_per_kv == 1 else max(2 * a.q_sums, a.q_sums + 2 * a.k_sums)
-    gathered = [b.ring_devices * x.key_sums for b, x in shared if b.where == "all_gather"]
-    gathered += [_exchanged(b, x, overlaps=True).gradient for b, x in shared if b.exchange]
-    return Memory(forward, a.is_wide * both + a.lse + max(gathered, default=0))
+    sums, sums_bwd = a.is_wide * a.q_sums, a.is_wide * both
+    forward, gradient = [sums], [sums_bwd]
+    for branch, size in _shared_branches(spec, branches):
+        if branch.where == "all_gather":
+            gradient.append(sums_bwd + branch.ring_devices * size.key_sums)
+        if not branch.exchange:
+            copies = _copies(branch) + _is_two_way(branch)
+            forward.append(sums + copies * size.keys + size.queries + size.query_sums + a.lse)
+            continue
+        there, back = _exchanged(branch, size)
+        if branch.pieces > 1:
+            forward.append(sums + 2 * there.rows + 3 * there.results)
+            gradient.append(sums_bwd + 2 * back.rows + back.results)
+        else:
+            forward += [sums + there.results + a.lse, 2 * there.rows + there.hopping + a.lse]
+            gradient.append(2 * back.rows + back.results)
+    return Memory(max(forward), max(gradient) + a.lse)
 
 
 def _copies(branch: BranchPlan) -> int:
@@ -109,21 +118,33 @@ def _copies(branch: BranchPlan) -> int:
     return branch.ring_devices + 1 if branch.where == "all_gather" else 2
 
 
+def _is_two_way(branch: BranchPlan) -> bool:
+    """Returns whether keys arrive from both sides in the forward pass, which takes another copy."""
+    return branch.where == "ring" and branch.ring_devices > 2
+
+
 def _extra_copies(branch: BranchPlan) -> int:
     """Returns how many copies of rows a second direction adds in a backward pass: attended to and arriving."""
     return 2 * (branch.directions - 1)
 
 
-def _exchanged(branch: BranchPlan, size: costs.RowBytes, *, overlaps: bool = False) -> Memory:
-    """Returns the bytes of rows that are exchanged, as sent and as received, and of their results.
+class _Exchanged(NamedTuple):
+    """Bytes of rows that are exchanged, of their results, and of what rotates between teams, in a pass."""
 
-    If pieces overlap, a device holds the rows of a piece while the next one travels, and its results while those of the
-    previous one return. CPU devices do one after the other.
-    """
-    held = 3 if overlaps and branch.pieces > 1 else 2
-    copies = branch.group.parts.query
-    there, gradients = size.queries + copies * size.keys, size.query_sums + copies * size.key_sums
-    return Memory(held * (there + size.query_sums) + size.ids, held * (there + size.queries + gradients) + size.ids)
+    rows: int
+    results: int
+    hopping: int
+
+
+def _exchanged(branch: BranchPlan, size: costs.RowBytes) -> tuple[_Exchanged, _Exchanged]:
+    """Returns the bytes of a piece of an exchange, forward and backward."""
+    copies, has_hops = branch.group.parts.query, branch.group.ring > 1
+    keys, key_sums = copies * size.keys, copies * size.key_sums
+    moving = keys + key_sums if branch.moves == "keys" else 2 * size.queries + size.query_sums
+    return (
+        _Exchanged(size.queries + keys, size.query_sums, has_hops * keys),
+        _Exchanged(2 * size.queries + keys, size.query_sums + key_sums, has_hops * moving),
+    )
 
 
 def _on_tpu(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -> Memory:
@@ -156,12 +177,14 @@ def _on_tpu(spec: AttentionSpec, branches: tuple[BranchPlan, ...], a: _Arrays) -
         forward.append(2 * a.q_sums + (rows + copied if others else 0))
     for branch, size in shared:
         if branch.exchange:
-            exchanged = _exchanged(branch, size, overlaps=True)
-            forward.append(a.q_sums + rows + copied + exchanged.forward)
-            gradient.append(sums + numbers + laid_out / 2 + kept + exchanged.gradient)
+            there, back = _exchanged(branch, size)
+            copies = 3 if branch.pieces > 1 else 2
+            forward.append(a.q_sums + rows + copied + copies * (there.rows + there.results) + there.hopping)
+            around = copies * (back.rows + back.results) + back.hopping
+            gradient.append(sums + numbers + laid_out / 2 + kept + around)
             continue
         copies = _copies(branch)
-        attending = copies * size.keys + size.queries + size.query_sums
+        attending = (copies + _is_two_way(branch)) * size.keys + size.queries + size.query_sums
         forward.append(a.q_sums + rows + copied + max(attending, 4 * branch.num_rows / whole * merging))
         keys_move = branch.where == "all_gather" or branch.moves == "keys"
         moving = (size.keys, size.key_sums) if keys_move else (2 * size.queries, size.query_sums)
