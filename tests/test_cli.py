@@ -222,7 +222,7 @@ def test_insufficient_memory_suggests_a_larger_ring():
 def test_balanced_plan_has_no_warnings():
     report = plan_report(dataclasses.replace(JOB, seq_len=2**20, device="h100", pattern_text="2K/1,T/16"))
     assert report.warnings == []
-    assert (report.fits, report.best.layout) == (True, "zigzag")
+    assert (report.fits, report.best.layout) == (True, "contiguous")
 
 
 def test_heads_that_use_only_some_residues_are_noted(capsys):
@@ -273,18 +273,39 @@ def test_longest_sequence_fits_and_a_longer_one_does_not():
 
 
 def test_estimate_matches_a_manual_calculation():
-    plan, device = dataclasses.replace(JOB, strategy="ring").plan(), DEVICES["h100"]
-    local, ring = estimate(plan, device).forward
+    job = dataclasses.replace(JOB, strategy="ring", device="h100")
+    plan = job.plan()
+    local, ring = estimate(plan).forward
     assert local.compute == pytest.approx(max(plan.branches[0].flops) / 989e12)
     assert (local.link, local.exposed) == (0, 0)
     keys = 7 * 2 * (65536 // 8 // 16) * 8 * 64 * 2  # seven hops of k and v, bfloat16
     assert ring.link == pytest.approx(keys / 450e9)
     work = max(ring.compute, ring.memory)
     assert ring.total == pytest.approx(7 * max(work / 8, ring.link / 7) + work / 8)
-    whole = estimate(plan, device)
+    whole = estimate(plan)
     assert 0 <= whole.hidden <= 1
     assert whole.training_seconds > whole.forward_seconds > 0
-    assert estimate(dataclasses.replace(JOB, ring_size=1).plan(), device).hidden == 1
+    assert estimate(dataclasses.replace(job, ring_size=1).plan()).hidden == 1
+
+
+def test_a_ring_over_two_axes_exchanges_heads_within_a_machine(capsys):
+    machines = [*PLAN, "--ring", "16", "--strategy", "all_to_all_ring", "--inner-devices"]
+    for size in (8, 4):
+        branch = json_output(capsys, *machines, str(size))["plan"]["branches"][1]
+        assert (branch["where"], branch["exchange_devices"]) == ("all_to_all_ring", size)
+    job = dataclasses.replace(JOB, ring_size=16, num_heads=16, device="h100", strategy="ring")
+    inside, between = (dataclasses.replace(job, inner_devices=n).plan() for n in (16, 8))
+    links = [estimate(plan).forward[-1].link for plan in (inside, between)]
+    assert links[0] == links[1]  # 16 GPUs are two machines, whichever axes they are on
+    assert estimate(dataclasses.replace(job, ring_size=8).plan()).forward[-1].link < links[0] / 8
+    assert main([*machines, "3"]) == 2
+    assert "--inner-devices must divide --ring 16, got 3" in capsys.readouterr().err
+
+
+def test_best_choice_is_that_of_the_strategy_auto():
+    job = dataclasses.replace(JOB, device="h100")
+    auto = sum(branch.seconds for branch in job.plan().branches)
+    assert plan_report(job).best.cost <= auto
 
 
 def test_large_gpu_rings_use_the_network_bandwidth():

@@ -103,6 +103,10 @@ def test_an_exchange_gives_each_device_its_heads_and_equal_work():
     (branch,) = job.plan().branches
     schedule = schedule_of(branch)
     assert schedule.labels[:, 0].tolist() == ["h0-1", "h2-3", "h4-5", "h6-7"]
+    shared = schedule_of(dataclasses.replace(job, num_heads=12, num_kv_heads=6).plan().branches[0])
+    assert shared.labels[:, 0].tolist() == ["h0,2,4", "h1,3,5", "h6,8,10", "h7,9,11"]  # copies of keys for two devices
+    split = schedule_of(dataclasses.replace(job, pattern_text="T/4,T/2", heads="split").plan().branches[1])
+    assert split.labels[:, 0].tolist() == ["h4", "h5", "h6", "h7"]
     assert np.ptp(schedule.work) == 0
     assert schedule.work.sum() == pairs_between(branch).sum()
     teams = schedule_of(dataclasses.replace(job, num_heads=2, strategy="all_to_all_ring").plan().branches[0])

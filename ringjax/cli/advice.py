@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ringjax._src.planning.plan import Plan
 from ringjax._src.planning.table import bytes_text
 from ringjax.cli.arguments import PlanOptions
-from ringjax.cli.roofline import Estimate, estimate
+from ringjax.cli.roofline import Estimate
 
 
 class Finding(NamedTuple):
@@ -77,7 +77,8 @@ def _alignment(plan: Plan) -> Iterator[Finding]:
 
 def _balance(job: PlanOptions, plan: Plan) -> Iterator[Finding]:
     if plan.balance > 1.05:
-        is_uneven = job.is_causal and plan.spec.layout == "contiguous" and any(b.hops for b in plan.branches)
+        rotates = any(b.where not in ("local", "all_to_all") for b in plan.branches)
+        is_uneven = job.is_causal and plan.spec.layout == "contiguous" and rotates
         fix = f"use a length that is a multiple of {2 * job.ring_size} times the largest rate"
         if not all(branch.is_aligned for branch in plan.branches):
             length = plan.aligned_length
@@ -131,7 +132,7 @@ def best_choice(job: PlanOptions) -> Choice:
     choices = []
     for other in job.variants:
         plan = other.plan()
-        cost = max(plan.flops) if job.hardware is None else estimate(plan, job.hardware).training_seconds
+        cost = max(plan.flops) if job.hardware is None else sum(branch.seconds for branch in plan.branches)
         choice = Choice(other.layout, other.strategy, cost, sent_by(plan), plan.memory(job.platform).gradient)
         choices.append((choice.gradient_memory > limit, round(max(plan.flops)), choice))
     too_much, _, least = min(choices, key=lambda c: (c[0], c[2].cost))

@@ -35,7 +35,7 @@ _MOST_MEMORY = 10**18
 _MOST_SECONDS = 86400.0
 # Fields of `PlanOptions` that `ringjax.plan` takes as they are.
 _SIZES = ["seq_len", "num_heads", "head_dim", "stored_length", "num_kv_heads", "batch", "layout", "is_causal", "dtype"]
-_SIZES += ["strategy", "has_segment_ids", "has_sinks"]
+_SIZES += ["strategy", "has_segment_ids", "has_sinks", "ring_size", "inner_devices", "head_shards"]
 
 
 class InvalidValueError(argparse.ArgumentTypeError, ValueError):
@@ -138,6 +138,7 @@ class PlanOptions:
     head_dim: int = 128
     pattern_text: str = "longnet"
     ring_size: int = 1
+    inner_devices: int | None = None
     num_kv_heads: int | None = None
     batch: int = 1
     layout: str = "contiguous"
@@ -222,9 +223,10 @@ class PlanOptions:
                 f"--ring times --kv-heads must be at most {_MOST_CHUNK_HEADS // 2:,}, "
                 f"got {self.ring_size} times {self.kv_heads}"
             )
-        options = {"ring_size": self.ring_size, "head_shards": self.head_shards, "device": self.device or "tpu"}
+        if self.inner_devices is not None and self.ring_size % self.inner_devices:
+            raise ValueError(f"--inner-devices must divide --ring {self.ring_size}, got {self.inner_devices}")
         sizes = {name: getattr(self, name) for name in _SIZES}
-        return plan(self.pattern, **options, **sizes)  # type: ignore[arg-type]
+        return plan(self.pattern, device=self.device or "tpu", **sizes)
 
 
 def _allows_exchange(job: PlanOptions) -> bool:
@@ -257,6 +259,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "causal": _option("is_causal", "causal attention", action="store_true"),
     "dtype": _option("dtype", "dtype of the arrays", choices=DTYPES, default="bf16"),
     "ring": _option("ring_size", "devices that share the sequence", MOST_DEVICES, default="1", metavar="P"),
+    "inner-devices": _option("inner_devices", "how many of these are in a machine", MOST_DEVICES, metavar="D"),
     "segment-ids": _option("has_segment_ids", "the sequence packs several documents", action="store_true"),
     "sinks": _option("has_sinks", "an attention sink per head, not with --mixing detached", action="store_true"),
     "layout": _option("layout", "sequence layout (zigzag if causal and keys rotate, else contiguous)", choices=LAYOUTS),
@@ -278,7 +281,7 @@ def add_options(parser: argparse._ActionsContainer, *names: str, **defaults: str
 
 def add_job_arguments(parser: argparse.ArgumentParser, *without: str, **defaults: str) -> None:
     """Adds the options that describe an attention, without some; `defaults` replace those of `OPTIONS`, by field."""
-    omitted = {"head-shards", "memory", "device", "cpu-devices", *without}
+    omitted = {"inner-devices", "head-shards", "memory", "device", "cpu-devices", *without}
     names = (name for name in OPTIONS if name not in omitted)
     add_options(parser.add_argument_group("attention"), *names, **defaults)
 

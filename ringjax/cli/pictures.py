@@ -122,10 +122,24 @@ def schedule_of(branch: BranchPlan) -> Schedule:
 
 def _head_labels(branch: BranchPlan) -> np.ndarray:
     """Returns the query heads that each device receives in an exchange, (devices,)."""
-    member = np.arange(branch.spec.ring_size) % branch.exchange_devices
-    num = branch.spec.local_kv_heads * branch.spec.q_per_kv // branch.exchange_devices
-    first = member * num
-    return np.array([f"h{i}" if num == 1 else f"h{i}-{i + num - 1}" for i in first])
+    spec, (kv, query), size = branch.spec, branch.group.parts, branch.exchange_devices
+    kv_heads = branch.selections[0].heads if branch.exchange == "rows" else np.arange(spec.kv_heads)
+    kv_heads = kv_heads[: len(kv_heads) // spec.head_shards]
+    heads = kv_heads[:, None] * spec.q_per_kv + np.arange(spec.q_per_kv)
+    parts = heads.reshape(branch.pieces, kv, -1, query, spec.q_per_kv // query)
+    parts = np.sort(parts.transpose(1, 3, 0, 2, 4).reshape(size, -1))
+    return np.array([_ranges(parts[i % size]) for i in range(spec.ring_size)])
+
+
+def _ranges(numbers: np.ndarray) -> str:
+    """Formats ascending numbers as ranges.
+
+    Example:
+        >>> _ranges(np.array([0, 1, 2, 6, 8, 9]))
+        'h0-2,6,8-9'
+    """
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) > 1) + 1)
+    return "h" + ",".join(f"{x[0]}-{x[-1]}" if len(x) > 1 else str(x[0]) for x in runs)
 
 
 def pairs_between(branch: BranchPlan) -> np.ndarray:

@@ -27,8 +27,8 @@ terms:
   residue    position within a segment modulo the rate; in each branch a head selects one residue
   where      how devices share segments: local, ring, all_to_all (they exchange heads), all_gather;
              "all_to_all_ring (4 x 2)": 4 devices exchange heads, and keys rotate between 2 such teams
-  messages   hops and exchanges one after the other in the forward pass; "4 x 16": in 16 parts
-  rows       selected positions in a message, summed over the heads in a part
+  messages   hops and exchanges one after the other in the forward pass; "4 x 16": 16 pieces of 4 messages each
+  rows       selected positions in a message, summed over the heads of a piece
   bwd moves  what is sent in the backward pass: keys and values, or queries, with their gradients, or all of them;
              "<>": in both directions
   balance    work of the busiest device divided by the mean
@@ -119,7 +119,7 @@ def plan_report(job: PlanOptions) -> PlanReport:
         (True, 'contiguous', [])
     """
     plan = _countable_plan(job)
-    guess = None if job.hardware is None else estimate(plan, job.hardware)
+    guess = None if job.hardware is None else estimate(plan)
     return PlanReport(
         job,
         plan,
@@ -228,7 +228,7 @@ def _sweep_row(value: str, job: PlanOptions) -> SweepRow:
         plan = _countable_plan(job)
     except ValueError as error:
         return SweepRow(value, error=str(error))
-    guess = None if job.hardware is None else estimate(plan, job.hardware)
+    guess = None if job.hardware is None else estimate(plan)
     memory, limit = plan.memory(job.platform), job.memory_limit
     return SweepRow(
         value,
@@ -292,7 +292,7 @@ def _sweep_cells(row: SweepRow, has_limit: bool, has_time: bool) -> list[str]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of `ringjax plan`."""
     add_job_arguments(parser)
-    add_options(parser, "head-shards", "memory", "device")
+    add_options(parser, "inner-devices", "head-shards", "memory", "device")
     about = f"tabulate the plan over values of one of {', '.join(_SWEPT)}"
     parser.add_argument("--sweep", metavar="NAME=A,B,C", help=about)
 

@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ringjax._src.comm.devices import DeviceModel
+from ringjax._src.comm.devices import DeviceModel, device_named
 from ringjax._src.online_softmax import accumulator
 from ringjax._src.planning.branch_plan import BACKWARD, BranchPlan
-from ringjax._src.planning.costs import Message
+from ringjax._src.planning.costs import Message, message_bandwidth
 from ringjax._src.planning.plan import Plan
 
 
@@ -34,9 +34,8 @@ class Estimate:
 
     Example:
         >>> from ringjax.cli.arguments import PlanOptions
-        >>> from ringjax._src.comm.devices import DEVICES
-        >>> job = PlanOptions(2**20, pattern_text="2K/1,T/8", ring_size=8, layout="zigzag", strategy="ring")
-        >>> estimate(job.plan(), DEVICES["h100"]).hidden
+        >>> options = {"ring_size": 8, "layout": "zigzag", "strategy": "ring", "device": "h100"}
+        >>> estimate(PlanOptions(2**20, pattern_text="2K/1,T/8", **options).plan()).hidden
         1.0
     """
 
@@ -92,8 +91,9 @@ class Estimate:
         }
 
 
-def estimate(plan: Plan, device: DeviceModel) -> Estimate:
-    """Estimates the time of a plan on a device."""
+def estimate(plan: Plan) -> Estimate:
+    """Estimates the time of a plan on its device."""
+    device = device_named(plan.spec.device)
     forward = tuple(_pass_time(b, b.forward, device, is_backward=False) for b in plan.branches)
     backward = tuple(_pass_time(b, b.backward, device, is_backward=True) for b in plan.branches)
     return Estimate(device, forward, backward, plan.spec.seq_len * plan.spec.batch)
@@ -103,12 +103,11 @@ def _pass_time(
     branch: BranchPlan, messages: tuple[Message, ...], device: DeviceModel, *, is_backward: bool
 ) -> PassTime:
     """Estimates a pass; hops overlap with computation, and other messages do not."""
-    group = branch.group
+    group, bandwidth = branch.group, lambda m: message_bandwidth(branch.spec, m, branch.exchange_devices)
     compute = max(branch.flops) * (BACKWARD if is_backward else 1.0) / device.flops(branch.spec.dtype)
     memory = group.ring * _pair_bytes(branch, is_backward) / device.memory_bandwidth
-    bandwidth = device.hop_bandwidth(branch.ring_devices)
-    link = branch.sent(messages) / bandwidth
-    hopping = sum(m.sent for m in messages if m.op == "collective-permute") / bandwidth
+    link = sum(m.sent / bandwidth(m) for m in messages)
+    hopping = sum(m.sent / bandwidth(m) for m in messages if m.op == "collective-permute")
     work, waiting = max(compute, memory), link - hopping
     hops = (group.ring if is_backward else group.ring - 1) if hopping else 0
     if not hops:
