@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 
 import jax
 import jax.numpy as jnp
@@ -196,8 +197,48 @@ def test_forced_gather_beyond_the_memory_budget_raises():
     shape = {"seq_len": 4096, "num_heads": 4, "head_dim": 32, "ring_size": 8}
     pattern = rj.DilationPattern((4096,), (4,))
     tight = rj.plan(pattern, **shape, strategy="ring").memory("tpu").gradient
-    with pytest.raises(ValueError, match="with strategy='ring'"):
+    with pytest.raises(ValueError, match=r"with strategy='all_gather', got .*; strategy='auto', a larger") as caught:
         rj.plan(pattern, **shape, strategy="all_gather", memory_budget=tight)
+    least = int(re.findall(r"at least (\d+) bytes", str(caught.value))[0])
+    assert least > tight
+    assert rj.plan(pattern, **shape, strategy="all_gather", memory_budget=least).branches[0].where == "all_gather"
+
+
+def test_budget_too_small_for_an_exchange_falls_back_to_a_ring():
+    shape = {"seq_len": 65536, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "ring_size": 8}
+    pattern = rj.DilationPattern((2048, 65536), (1, 2))
+    exchanged, ring = (rj.plan(pattern, **shape, strategy=way, device="cpu") for way in ("all_to_all", "ring"))
+    needed, least = (plan.memory("cpu").gradient for plan in (exchanged, ring))
+    assert least < needed
+    for budget, where in ((needed, "all_to_all"), (least, "ring")):
+        chosen = rj.plan(pattern, **shape, device="cpu", memory_budget=budget)
+        assert chosen.branches[1].where == where
+        assert chosen.memory("cpu").gradient <= budget
+
+
+@pytest.mark.parametrize(
+    ("options", "best"),
+    [
+        ({"is_causal": True, "strategy": "all_to_all"}, "contiguous"),
+        ({"is_causal": True, "strategy": "all_to_all", "layout": "zigzag"}, "contiguous"),
+        ({"is_causal": True, "strategy": "all_to_all_ring", "num_heads": 2}, "zigzag"),
+        ({"is_causal": True, "strategy": "ring"}, "zigzag"),
+        ({"is_causal": True, "strategy": "all_gather"}, "zigzag"),
+        ({"strategy": "all_to_all"}, "contiguous"),
+        ({"strategy": "ring"}, None),
+        ({"segment": 16, "is_causal": True}, None),
+    ],
+)
+def test_plan_names_the_best_layout(options, best):
+    pattern = rj.DilationPattern((options.pop("segment", 64),), (4,))
+    sizes = {"seq_len": 64, "num_heads": 4, "head_dim": 8, "ring_size": 4}
+    text = str(rj.plan(pattern, **{**sizes, **options}))
+    assert [name for name in ("contiguous", "zigzag") if f'Best layout: "{name}"' in text] == ([best] if best else [])
+
+
+def test_inner_devices_must_divide_the_ring():
+    with pytest.raises(ValueError, match="`inner_devices` must divide `ring_size`, 8, got 3"):
+        rj.plan(rj.DilationPattern((64,), (1,)), seq_len=64, num_heads=4, head_dim=8, ring_size=8, inner_devices=3)
 
 
 def test_layout_does_not_matter_on_one_device():

@@ -122,7 +122,7 @@ _KINDS = {  # parts of `device_kind`, the more specific first
 
 
 def device_named(name: str) -> DeviceModel:
-    """Returns the device with this name; that of a platform is a typical one.
+    """Returns the device with this name; the name of a platform gives a typical device.
 
     Example:
         >>> device_named("tpu").name, device_named("v5e").name

@@ -8,7 +8,7 @@ This is the exchange of [DeepSpeed-Ulysses](https://arxiv.org/abs/2309.14509). 4
     device 2    s2h0 s2h1 s2h2 s2h3   →    s0h2 s1h2 s2h2 s3h2
     device 3    s3h0 s3h1 s3h2 s3h3        s0h3 s1h3 s2h3 s3h3
 
-If there are fewer key/value heads than devices, each goes to several devices, which share its query heads.
+If the devices do not divide the key/value heads, each head goes to several devices, which share its query heads.
 """
 
 from __future__ import annotations

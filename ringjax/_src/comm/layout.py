@@ -123,7 +123,7 @@ def to_layout(
     missing = stored - given
     if missing < 0:
         raise ValueError(f"`length` must be at least that of the sequence, {given}, got {stored}.")
-    _check_fill(fill, given_array.dtype)
+    check_fill(fill, given_array.dtype)
     array = _whole_along(jnp.asarray(given_array), axis)
     if missing:
         widths = [(0, missing if a == axis else 0, 0) for a in range(array.ndim)]
@@ -170,7 +170,7 @@ def from_layout(
 def stored_on_host(x: np.ndarray, layout: str, ring_size: int, axis: int, fill: float) -> np.ndarray:
     """Returns what `to_layout` returns, computed in host memory."""
     rule = layout_named(layout)
-    _check_fill(fill, x.dtype)
+    check_fill(fill, x.dtype)
     missing = -x.shape[axis] % rule.multiple(ring_size)
     padded = np.pad(x, [(0, missing if a == axis else 0) for a in range(x.ndim)], constant_values=fill)
     chunks = np.split(padded, rule.multiple(ring_size), axis)
@@ -228,7 +228,7 @@ def checked_axis(x: ArrayLike, axis: int) -> tuple[Array, int]:
     return array, number % rank
 
 
-def _check_fill(fill: object, dtype: np.dtype) -> None:
+def check_fill(fill: object, dtype: np.dtype) -> None:
     """Checks that the dtype of the array can represent the padding value."""
     if isinstance(fill, jax.Array):
         return

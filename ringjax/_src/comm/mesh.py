@@ -25,6 +25,7 @@ from ringjax._src.comm.axes import (
 from ringjax._src.comm.devices import device_of_kind
 from ringjax._src.comm.layout import (
     CONTIGUOUS,
+    check_fill,
     checked_axis,
     from_layout,
     layout_for,
@@ -206,6 +207,7 @@ class Ring:
         array = check_is_array("x", x)
         if isinstance(axis, bool) or axis not in (0, 1) or len(array.shape) <= axis:
             raise ValueError(f"`axis` must be 0 or 1 and an axis of `x`, got {shown(axis)} for shape {array.shape}.")
+        check_fill(fill, array.dtype)
         marks_padding = jnp.issubdtype(array.dtype, jnp.integer) and fill < 0
         self._check_length(array.shape[axis], marks_padding)
         layout, size = self._layout(), self.size("axis_name")

@@ -23,15 +23,15 @@ Tree = TypeVar("Tree")
 
 
 def after(tree: Tree, done: object, axis_name: AxisName | None) -> Tree:
-    """Returns `tree`, of which on CPU devices the smallest array is computed after `done`.
+    """Returns `tree`; on CPU devices its smallest array depends on `done`.
 
     A loop with collectives that depends on all arrays of the result starts when the communication that `done` depends
     on is over.
 
     Args:
         tree: A tree of arrays.
-        done: A tree of arrays. Of large ones, one element counts, so they must be whole results of operations.
-        axis_name: The mesh axis of the ring, or None without a ring: then nothing is communicated.
+        done: A tree of arrays. Only one element of a large array is read, so each must be the result of one operation.
+        axis_name: The mesh axis of the ring, or None to return `tree` unchanged.
     """
     finished = [x if x.size < _SMALL else x.reshape(-1)[:1] for x in jax.tree.leaves(done)]
     leaves, structure = jax.tree.flatten(tree)

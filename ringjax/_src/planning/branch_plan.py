@@ -149,10 +149,12 @@ class BranchPlan:
     @property
     def seconds(self) -> float:
         """Estimated time of forward and backward pass on the device of the spec, by which strategies are compared."""
-        work = self.work_seconds
-        passes = (self.forward, work), (self.backward, BACKWARD * work)
+        work, ring = self.work_seconds, self.group.ring
+        back = ring if self.directions == 1 else ring // 2 + 1  # rounds, with those in which sums return
+        passes = (self.forward, self.hops, work), (self.backward, back if self.hops else 0, BACKWARD * work)
         return sum(
-            costs.pass_seconds(self.spec, messages, self.exchange_devices, seconds) for messages, seconds in passes
+            costs.pass_seconds(self.spec, messages, self.exchange_devices, self.pieces * rounds, seconds)
+            for messages, rounds, seconds in passes
         )
 
     @functools.cached_property
@@ -171,7 +173,7 @@ def plan_branches(spec: AttentionSpec) -> tuple[BranchPlan, ...]:
 
 
 def _branch_plan(spec: AttentionSpec, number: int, branch: Branch) -> BranchPlan:
-    """Plans a branch in the fastest way that its strategy, its heads and the memory budget allow."""
+    """Plans a branch in the fastest way that its strategy and heads allow, or with less memory if the spec says so."""
     if geometry.is_local(spec, branch) or not any(branch.rows(branch.segment_length)):
         selections = geometry.local_selections(spec, number, branch)
         num_rows = sum(int(x.counts.sum()) * x.chunks for x in selections) // spec.head_shards

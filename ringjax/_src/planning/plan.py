@@ -244,8 +244,8 @@ def plan(
     Raises:
         ValueError: If a size is below 1, `num_heads` is not a multiple of `num_kv_heads`, the key/value heads do not
             divide evenly over `head_shards`, `stored_length` is below `seq_len` or not a multiple of the number of
-            chunks, `layout`, `strategy`, `dtype` or `device` is unknown, the heads do not allow `strategy`, or no
-            strategy fits `memory_budget`.
+            chunks, `layout`, `strategy`, `dtype` or `device` is unknown, `inner_devices` does not divide `ring_size`,
+            the heads do not allow `strategy`, or no strategy fits `memory_budget`.
         NotImplementedError: If a pattern with ``heads="split"`` is combined with `head_shards` above 1.
 
     Example:
@@ -269,6 +269,9 @@ def plan(
             f"over {head_shards} devices."
         )
     check_choice("strategy", strategy, tuple(STRATEGIES))
+    inner = check_optional(check_int, "inner_devices", inner_devices)
+    if inner is not None and ring_size % inner:
+        raise ValueError(f"`inner_devices` must divide `ring_size`, {ring_size}, got {inner}.")
     layout = layout_for(layout, ring_size)
     multiple = layout_named(layout).multiple(ring_size)
     least = -(-seq_len // multiple) * multiple
@@ -293,7 +296,7 @@ def plan(
         has_sinks=has_sinks,
         head_shards=head_shards,
         device=device_named(device).name,
-        inner_devices=check_optional(check_int, "inner_devices", inner_devices),
+        inner_devices=inner,
     )
     return checked_plan(spec)
 
@@ -315,14 +318,16 @@ def checked_plan(spec: AttentionSpec) -> Plan:
     if budget is not None and needed(made) > budget:
         # gradients rotate in one direction and nothing is gathered; if that is not enough, no heads are exchanged
         tight = spec._replace(saves_memory=True)
-        least = make_plan(tight._replace(strategy="ring"))
-        allowed = [make_plan(tight), *([least] if spec.strategy == "auto" else [])]
-        for smaller in allowed:
+        strategies = ("auto", "ring") if spec.strategy == "auto" else (spec.strategy,)
+        allowed = {name: make_plan(tight._replace(strategy=name)) for name in strategies}
+        for smaller in allowed.values():
             if needed(smaller) <= budget:
                 return dataclasses.replace(smaller, spec=spec)
+        least = min(allowed, key=lambda name: needed(allowed[name]))
+        others = "" if "ring" in allowed else "strategy='auto', "
         raise ValueError(
-            f"`memory_budget` must be at least {needed(least)} bytes per device for this attention and its gradient on "
-            f"{spec.platform} on a ring of {spec.ring_size} with strategy='ring', got {budget}; a larger ring, a "
-            "smaller batch or heads sharded over `head_axis` need less."
+            f"`memory_budget` must be at least {needed(allowed[least])} bytes per device for this attention and its "
+            f"gradient on {spec.platform} on a ring of {spec.ring_size} with strategy={least!r}, got {budget}; "
+            f"{others}a larger ring, a smaller batch or heads sharded over `head_axis` may need less."
         )
     return made

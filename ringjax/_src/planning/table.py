@@ -94,11 +94,11 @@ def _caption(plan: Plan) -> str:
         lines.append(
             f"All branches take the fast path at a stored length of {length:,}: to_layout(..., length={length})."
         )
-    shared = [branch for branch in plan.branches if branch.where != "local"]
-    if plan.spec.is_causal and plan.balance > 1.05 and plan.spec.layout == "contiguous":
-        lines.append('The work is unevenly distributed: layout="zigzag" balances causal work on rings.')
-    if shared and plan.spec.layout == "zigzag" and all(branch.where == "all_to_all" for branch in shared):
-        lines.append('layout="contiguous" serves as well, without permuting tokens: no branch rotates keys.')
+    ways = {branch.where for branch in plan.branches} - {"local"}
+    if ways == {"all_to_all"}:
+        lines.append('Best layout: "contiguous". Whole segments are exchanged, so tokens stay in order.')
+    elif ways and plan.spec.is_causal:
+        lines.append('Best layout: "zigzag". It balances the causal work of branches that rotate or gather keys.')
     return "\n".join(lines)
 
 
