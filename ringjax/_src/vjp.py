@@ -1,4 +1,4 @@
-"""All branches of an attention call on one device: one loop forward, one backward.
+"""All branches of an attention call on one device. Each pass starts all branches, then finishes one after the other.
 
 `sharded.py` calls `forward` and `backward` on each of several devices. The custom VJP here serves calls on one device
 and inside the caller's own `shard_map`.

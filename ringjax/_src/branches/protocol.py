@@ -1,8 +1,8 @@
 """What the forward and backward pass know of a branch.
 
 Forward, all branches start before any of them attends, so messages of one branch overlap with the computation of
-others. (Rings that are sent in several pieces communicate later, when they finish.) Backward, a ring that is sent in
-one piece runs all its hops when it starts, and only its last message overlaps with other branches.
+others. (Rings and gathers that are sent in several pieces communicate later, when they finish.) Backward, a branch
+that sends keys in one piece computes everything when it starts, and only its last message overlaps with other branches.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Shard(NamedTuple):
 
 
 class DeviceBranch(Protocol):
-    """One `Branch` of the pattern, as one device executes it.
+    """A branch of the pattern, or several that share an exchange, as one device executes it.
 
     With ``mixing="detached"``, the forward pass keeps the branch's own output rows, and the backward pass uses them
     instead of the joint output.
@@ -48,7 +48,10 @@ class DeviceBranch(Protocol):
         """Merges the branch into `merged`, (B, c, K, G, H) and (B, c, K, G)."""
 
     def start_bwd(self, shard: Shard, residuals: Residuals, kept: Kept) -> InFlight:
-        """Starts the backward pass: at least its communication, or all of it up to the last message."""
+        """Starts the backward pass as far as it can overlap with other branches.
+
+        That is nothing, the first message, or everything but the last message.
+        """
 
     def finish_bwd(self, shard: Shard, residuals: Residuals, kept: Kept, in_flight: InFlight, grads: Grads) -> Grads:
         """Adds the gradients of the branch to `grads`, which are like query, key and value."""

@@ -133,7 +133,7 @@ class RingBranch(KeySendingBranch):
         if two_sided > 1:
             carry = add_round(carry, two_sided, last_to)
         went_ahead, went_behind = carry.sums
-        home = comm.rotate(went_behind, two_sided)
+        home = comm.rotate(went_behind, two_sided)  # the sums of either side go straight home
         if is_even:
             carry = add_round(carry._replace(sums=(went_ahead,)), two_sided + 1, ())
             (went_ahead,) = carry.sums
@@ -153,11 +153,11 @@ class RingBranch(KeySendingBranch):
 
 
 class HeldRows(NamedTuple):
-    """What a device holds during the backward pass: the payload is one of queries and keys, the other one stays."""
+    """The rows of this device in the backward pass: if keys rotate, only `queries` are read, and vice versa."""
 
     queries: PackedQueries
     keys: PackedKeys
-    zero_dq: Array
+    zero_dq: Array  # from zeros, this device's share of the gradient of an arriving payload is summed
     zero_dkv: Array
 
 

@@ -1,8 +1,10 @@
 """What branches that share segments between devices have in common: packing, pieces, and attention to packed rows.
 
 A `KeySendingBranch` implements `send`, `attend_all` and `attend_all_bwd`. A branch that also sends queries is a
-`SharedBranch` with `send_rows`, `attend_rows` and `return_rows`, and the same for the backward pass. Branches with
-large messages send their heads in several *pieces*, one after the other, to save memory. The forward pass:
+`SharedBranch` with `send_rows`, `attend_rows`, `return_rows` and, for the backward pass, `send_rows_bwd`,
+`attend_all_bwd`, `return_rows_bwd`. Branches with
+large messages send their heads in several *pieces*, one after the other, to save memory. Shapes have the letters of
+`kernels/interface.py`. The forward pass of a `KeySendingBranch`:
 
     start         stages.send        send_rows            pack keys, send
     finish        stages.attend      attend_rows          pack queries, attend_all -> attend_chunks -> dispatch.attend

@@ -19,7 +19,9 @@ What an implementation takes into account, beside the rows:
 - Rows with `positions` attend to rows of equal segment; `key_ranges` bounds the keys that a block of queries needs.
 - Pairs that are not `active` have no work.
 - Rows attend to rows of equal segment id only, and not if it is negative: such rows are padding and may hold NaN.
-- The gradient of the output is that of the output divided by `AttendConfig.output_divisor`.
+- `Residuals.dout` is the gradient of the output after its division by `AttendConfig.output_divisor`, so `attend_bwd`
+  divides it by that. `delta` needs no change. `lse` is +inf for rows without keys.
+- The arrays of a selection (`heads`, `offsets`, `counts`) may be traced.
 - Nothing else: dropout is always computed in plain XLA.
 
 Legend: ``B`` batch, ``T`` positions on the device, ``K`` key/value heads, ``G`` query heads per key/value head, ``H``
@@ -260,4 +262,6 @@ class Backend:
         sizes = config.block_sizes if self.platform != "cpu" else None
         if self.limits is not None and (reason := self.limits.unsupported(self.name, case, sizes)):
             return reason
+        if config.dropout_rate and self.implementation != "xla":
+            return f"the {self.name} kernels do not drop weights"
         return "" if config.is_interpreted else self.unavailable(config.implementation is not None)

@@ -4,8 +4,9 @@ A selection covers *chunks*, runs of consecutive positions of equal length: the 
 device, or else the chunks of the sequence that the device holds. If each head selects every r-th row, the same rows in
 all chunks, the selection is *aligned*. Otherwise it has as many rows as any chunk may need; missing rows are masked.
 
-A selection has one entry per key/value head and none per position, so its size does not grow with the sequence. Its
-arrays are read-only numpy arrays, which traces and threads can share.
+A selection has one entry per key/value head and none per position, so its size does not grow with the sequence. In a
+plan its arrays are read-only numpy arrays, which traces and threads can share; a selection that is restricted to some
+heads (`head_range`) holds traced arrays.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ class RowSelection:
     branch: int  # index of the branch in the pattern
     segment_length: int  # ``w``
     rate: int  # ``r``
-    first: int  # index on the device of the first position; not 0 for a shorter last segment only
+    first: int  # index on the device of the first position; nonzero only for a shorter last segment
     chunks: int  # number of chunks
     chunk_length: int  # positions per chunk
     num_rows: int  # most rows that a head selects in a chunk
     is_aligned: bool  # whether every head selects that many rows in every chunk, at the same offsets
     heads: np.ndarray  # key/value heads that run the branch, (heads,)
     offsets: np.ndarray  # residue of each head, (heads,)
-    counts: np.ndarray  # rows that each head selects in a whole segment, (heads,)
+    counts: np.ndarray  # rows that each head selects in a whole segment (packed rows: in a chunk), (heads,)
     blocks: XlaBlockSizes  # block sizes of plain XLA
     is_ragged: bool  # whether some head has fewer rows than the blocks of plain XLA hold
     has_empty_heads: bool  # whether some of `heads` may select no row, and nothing else masks them; their count is 0
@@ -48,7 +49,7 @@ class RowSelection:
         return self.heads.nbytes + self.offsets.nbytes + self.counts.nbytes
 
     def local_heads(self, first: Array | int, num: int) -> RowSelection:
-        """Restricts a selection of all heads to `num` heads from `first`, renumbered from 0, for sharded heads."""
+        """Restricts a selection of all heads to `num` heads starting at `first`, renumbered from 0."""
         return dataclasses.replace(self.head_range(first, num), heads=frozen(range(num)))
 
     def head_range(self, first: Array | int, num: int) -> RowSelection:
