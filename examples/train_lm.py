@@ -77,6 +77,7 @@ class Config:
     ring: int = flag(0, "mesh axis: devices that shard a sequence; 0: all remaining devices", at_least(0))
     tensor: int = flag(1, "mesh axis: devices that shard heads and hidden features", at_least(1))
     layout: str = flag("auto", "contiguous or zigzag; auto: zigzag if keys rotate or are gathered")
+    strategy: str = flag("auto", "how devices share segments: all_to_all, ring, ...; auto: what the plan finds fastest")
     devices: int = flag(0, "simulated CPU devices per process; 0: use the available devices", at_least(0))
     distributed: bool = flag(False, "run several processes, detected by JAX (SLURM, Cloud TPU)")
     coordinator: str = flag("", "run several processes: HOST:PORT of the first one", flags.ADDRESS)
@@ -185,7 +186,7 @@ class Training:
 
     def make_ring(self, layout: str) -> rj.Ring:
         """Returns the ring, after checking that batches divide evenly over it."""
-        ring = devices.make_ring(self.mesh, layout)
+        ring = devices.make_ring(self.mesh, layout, self.config.strategy)
         devices.check_fits(self.mesh, ring, self.config.seq_len, self.config.batch, self.config.accumulate)
         return ring
 
@@ -203,6 +204,7 @@ class Training:
             layout=self.ring.layout,
             is_causal=True,
             dtype=self.model_config.dtype,
+            strategy=self.ring.strategy,
             has_segment_ids=True,
             head_shards=sizes["tensor"],
             device=self.ring.device(),

@@ -66,12 +66,30 @@ for name, x, y in zip(("out", "dq", "dk", "dv"), got, expected):
         (2, 2, "ring"),
         *(
             pytest.param(num, devices, strategy, marks=pytest.mark.slow)
-            for num, devices, strategy in ((4, 1, "ring"), (2, 2, "all_to_all"), (4, 1, "all_to_all"))
+            for num, devices, strategy in (
+                (4, 1, "ring"),
+                (2, 2, "all_to_all"),
+                (4, 1, "all_to_all"),
+                (4, 1, "all_to_all_ring"),
+                (4, 1, "auto"),
+            )
         ),
     ],
 )
 def test_equals_oracle(num_processes, devices, strategy):
-    script = SCRIPT.replace('strategy="ring"', f"strategy={strategy!r}")
+    assert_equals_oracle(SCRIPT.replace('strategy="ring"', f"strategy={strategy!r}"), num_processes, devices)
+
+
+@pytest.mark.slow
+def test_teams_within_processes_equal_oracle():
+    script = SCRIPT.replace(
+        'np.array(jax.devices()), ("ring",)', 'np.array(jax.devices()).reshape(2, 2), ("node", "device")'
+    )
+    script = script.replace('strategy="ring"', 'strategy="all_to_all_ring", axis_name=("node", "device")')
+    assert_equals_oracle(script, num_processes=2, devices=2)
+
+
+def assert_equals_oracle(script, num_processes, devices):
     results = run_processes(python(script, COMPARE), num_processes, devices_per_process=devices)
     right = [line for result in results for line in re.findall(r"^right (\w+) (\d)$", result.output, re.MULTILINE)]
     assert sorted(right) == sorted((name, str(i)) for name in ("out", "dq", "dk", "dv") for i in range(4))

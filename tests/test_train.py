@@ -163,6 +163,10 @@ def test_layout_is_zigzag_only_if_keys_rotate(options, layout):
         ("--heads 3 --ring 1", "`features` must be a multiple of `num_heads`"),
         ("--rates 1,2,3", "got 2 and 3"),
         ("--dtype float33", "float33"),
+        (
+            "--strategy none",
+            "`strategy` must be one of ('auto', 'ring', 'all_gather', 'all_to_all', 'all_to_all_ring')",
+        ),
         ("--layout spiral", "`layout` must be one of ('contiguous', 'zigzag'), got 'spiral'."),
         ("--steps many", "argument --steps: invalid int value: 'many' (see --help)"),
         ("--colour red", "unrecognized arguments: --colour red (see --help)"),
@@ -257,6 +261,17 @@ def test_losses_are_the_same_on_every_mesh(uninterrupted, texts, tmp_path, mesh,
     assert found == pytest.approx(uninterrupted, rel=1e-4)
     worst = max(abs(found[step] / uninterrupted[step] - 1) for step in found)
     print(f"{mesh}: largest relative difference {worst:.1e}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["all_to_all", "all_to_all_ring", "ring"])
+def test_losses_are_the_same_with_every_strategy(texts, tmp_path, strategy):
+    heads = {"all_to_all": 8, "all_to_all_ring": 4, "ring": 1}[strategy]
+    given = ["--data-path", texts, "--heads", heads, "--devices"]
+    one = trained(tmp_path / "one", *given, 1)
+    many = trained(tmp_path / "many", *given, 8, "--ring", 8, "--strategy", strategy)
+    assert many == pytest.approx(one, rel=1e-4)
+    assert one[30] < one[1] - 1
 
 
 def interrupted(out, at, number, *options, processes=0):

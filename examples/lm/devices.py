@@ -134,10 +134,11 @@ def make_mesh(devices: Sequence[jax.Device], data: int, ring: int, tensor: int) 
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * 3, devices=chosen)
 
 
-def make_ring(mesh: Mesh, layout: str) -> rj.Ring:
+def make_ring(mesh: Mesh, layout: str, strategy: str) -> rj.Ring:
     """Returns the ring of a mesh."""
+    axes = {"axis_name": "ring", "batch_axis": "data", "head_axis": "tensor"}
     with as_user_error(ValueError):
-        return rj.Ring(mesh, axis_name="ring", batch_axis="data", head_axis="tensor", layout=layout)
+        return rj.Ring(mesh, **axes, layout=layout, strategy=strategy)
 
 
 def needs_zigzag(plan: rj.Plan) -> bool:
