@@ -229,6 +229,9 @@ for name, call in {"to_layout": to_layout, "from_layout": from_layout}.items():
 bad("to_layout", to_layout, length=[*COUNTS, 4, 9, HUGE, 2**31], fill=["x", None, [0], 1j])
 bad("to_layout", lambda fill: rj.to_layout(np.zeros((2, 7), np.int32), "zigzag", 2, fill=fill), fill=[0.5, 2**40, NAN])
 bad("from_layout", from_layout, length=[-1, 9, 1.5, "8", True, HUGE], x=[Q[:, :7]])
+bad(
+    "Ring.shard", lambda fill: rj.Ring(ring_mesh(2)).shard(np.zeros((2, 8), np.int32), fill=fill), fill=["x", None, 0.5]
+)
 bad("positions", lambda **k: rj.positions(**{"layout": "zigzag", "stored_length": 8, "ring_size": 2} | k),
     layout=CHOICES, stored_length=[*COUNTS, 7, 2**31, 2**32, HUGE], ring_size=[*COUNTS, HUGE])  # fmt: skip
 
@@ -240,7 +243,7 @@ def plan(pattern=PATTERN, **keywords):
 bad("plan", plan, pattern=[None, (4, 8)], seq_len=COUNTS, num_heads=[*COUNTS, HUGE], head_dim=COUNTS, batch=COUNTS)
 bad("plan", plan, ring_size=[*COUNTS, HUGE], stored_length=[*COUNTS, 8, 65], num_kv_heads=[*COUNTS, 3], layout=CHOICES)
 bad("plan", plan, is_causal=BOOLS, dtype=[*DTYPES, None], strategy=CHOICES, memory_budget=[*COUNTS[:6], 10])
-bad("plan", plan, has_segment_ids=BOOLS, has_sinks=BOOLS, head_shards=[*COUNTS, 3])
+bad("plan", plan, has_segment_ids=BOOLS, has_sinks=BOOLS, head_shards=[*COUNTS, 3], inner_devices=[*COUNTS, 3])
 bad("Plan.memory", lambda platform: plan().memory(platform), platform=["gpu", 1, None])
 bad("compute_dtype", rj.compute_dtype, device=["cpu", 0, mesh])
 

@@ -102,9 +102,9 @@ def dilated_attention(
             ``1 - dropout_rate``. The mask depends only on `dropout_rng`, batch entry, head, query, key and branch, so
             it is the same on every ring and in every layout. Dropout always runs in plain XLA.
         dropout_rng: A `jax.random` key; required if `dropout_rate` is above 0.
-        sink_logits: Logit of an *attention sink* per query head, or None: a key without value, to which every query
-            attends in addition to its other keys, once and not per branch. Differentiable. ``-inf`` is no sink. Dropout
-            does not affect sinks.
+        sink_logits: Logit of an *attention sink* per query head, or None: an extra key whose value is zero, to which
+            every query attends once, not once per branch. Differentiable. ``-inf`` is no sink. Dropout does not affect
+            sinks.
         return_lse: Whether to return the log-sum-exp of each query's scores too. Differentiable, so that attention to
             other keys can be merged with it. Dropout does not affect it, and ``mixing="detached"`` does not detach it.
         ring: The devices that share the sequence. With a ring, all arrays are in its layout (see `Ring.shard`) and stay

@@ -148,7 +148,7 @@ def _softmax(
         scores: (B, K, G, R, T).
         counts: For each branch, how often each query attends to each key, (B, K, 1, R, T).
         zeros: For each branch, the number of keys of zeros that each query attends to, (B, K, 1, R, 1).
-        sinks: The logit of an additional key without value, (B, K, G, R, 1).
+        sinks: The logit of an additional key whose value is zero, (B, K, G, R, 1).
         is_detached: Whether the weights of branches are constants for the gradient.
     """
     lowest = jnp.finfo(scores.dtype).min / 2

@@ -70,7 +70,7 @@ def count_lengths(spec: AttentionSpec, shard: Shard, axis_name: AxisName | None)
 
 
 def _with_keys(start: PartialSoftmax, shard: Shard, lse: Array) -> PartialSoftmax:
-    """Adds keys without value, given their log-sum-exp, for rows that are not padding."""
+    """Adds keys whose values are zero, given their log-sum-exp, for rows that are not padding."""
     if shard.ids is not None:
         lse = jnp.where(shard.ids[:, :, None, None] >= 0, lse, -jnp.inf)
     return PartialSoftmax(start.out, jnp.logaddexp(start.lse, jnp.broadcast_to(lse, start.lse.shape)))

@@ -57,7 +57,7 @@ def in_turn(stages: Stages, num: int, state: State) -> State:
     return scan_range(step, state, 0, num)
 
 
-def pipelined(stages: Stages, num: int, arrived: InFlight, state: State, ordered: AxisName | None) -> State:
+def pipelined(stages: Stages, num: int, arrived: InFlight, state: State, hop_axis: AxisName | None) -> State:
     """Attends to each piece while the next one is sent and the previous one returns.
 
     Args:
@@ -65,11 +65,11 @@ def pipelined(stages: Stages, num: int, arrived: InFlight, state: State, ordered
         num: Number of pieces.
         arrived: Piece 0, as sent.
         state: Where results are collected.
-        ordered: The mesh axis of the ring if `attend` communicates too, else None.
+        hop_axis: The mesh axis of the ring if `attend` has hops, which CPU devices must order; else None.
     """
 
     def attend_and_send(i: Array, arrived: InFlight, state: State) -> tuple[InFlight, Found]:
-        found = stages.attend(i, after(arrived, state, ordered))
+        found = stages.attend(i, after(arrived, state, hop_axis))
         return stages.send(i + 1, found), found
 
     def step(carry: tuple[InFlight, Found, State], i: Array) -> tuple[InFlight, Found, State]:
@@ -82,5 +82,5 @@ def pipelined(stages: Stages, num: int, arrived: InFlight, state: State, ordered
         arrived, found = attend_and_send(first, arrived, state)
         arrived, found, state = scan_range(step, (arrived, found, state), 1, num - 1)
         state = stages.collect(last - 1, found, state)
-    found = stages.attend(last, after(arrived, state, ordered))
+    found = stages.attend(last, after(arrived, state, hop_axis))
     return stages.collect(last, found, state)

@@ -345,7 +345,7 @@ class Ring:
         if len(shape) == 4 and axis == 1:
             names.append(self.head_axis)
         for name, what, i in (("batch_axis", "batch", 0), ("head_axis", "heads", 2)):
-            if i < len(names) and i != axis and axis == 1 and shape[i] % self.size(name):
+            if axis == 1 and i < len(names) and shape[i] % self.size(name):
                 raise ValueError(
                     f"{what} of `x` must divide evenly over the {self.size(name)} devices of `{name}` "
                     f"{getattr(self, name)!r}, got {shape[i]}."

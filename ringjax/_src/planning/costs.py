@@ -194,13 +194,13 @@ def dense_exchange(spec: AttentionSpec, parts: HeadParts) -> tuple[tuple[Message
     return (*_exchange_forward(*given), *gathered), (*_exchange_backward(*given, "keys"), *gathered)
 
 
-def count_lengths(spec: AttentionSpec) -> tuple[Message, ...]:
+def length_messages(spec: AttentionSpec) -> tuple[Message, ...]:
     """Returns the message that counts the rows of sequences with padding, for zero keys; forward only."""
     counts = spec.batch * 4 if spec.has_zero_keys and spec.has_ids else 0
     return _messages("all-reduce", spec.ring_size, ("int32", counts, int(spec.ring_size > 1)))
 
 
-def add_sink_gradients(spec: AttentionSpec) -> tuple[Message, ...]:
+def sink_messages(spec: AttentionSpec) -> tuple[Message, ...]:
     """Returns the message that adds the gradients of attention sinks; backward only."""
     sums = accumulator(np.dtype(spec.dtype)).itemsize if spec.has_sinks else 0
     size = spec.batch * spec.local_kv_heads * spec.q_per_kv * sums

@@ -64,12 +64,12 @@ class Plan:
     @property
     def forward(self) -> tuple[Message, ...]:
         """Messages of the forward pass that no branch sends: lengths of padded sequences, with ``padding="zeros"``."""
-        return costs.count_lengths(self.spec)
+        return costs.length_messages(self.spec)
 
     @property
     def backward(self) -> tuple[Message, ...]:
         """Messages of the backward pass that no branch sends: gradients of attention sinks."""
-        return costs.add_sink_gradients(self.spec)
+        return costs.sink_messages(self.spec)
 
     @property
     def flops(self) -> tuple[float, ...]:
@@ -167,7 +167,7 @@ class CacheInfo(NamedTuple):
 
 
 def pattern_cache_info() -> CacheInfo:
-    """Returns hits, misses, number of entries and size in bytes of the pattern cache.
+    """Returns hits, misses, number of entries and size in bytes of the pattern cache, which holds a plan per signature.
 
     Example:
         >>> import ringjax as rj
