@@ -81,6 +81,19 @@ CASES = {
         ),
         {"tpu": ("v5e:4x4", "v5p:2x2x2", "v6e:2x4"), "cuda": ("A100", "H100", "B200")},
     ),
+    "teams": Case(
+        "131,072 tokens, 4 heads of 128, bfloat16, causal, zigzag; segments 2048, 131072, rates 1, 8; teams of 4",
+        functools.partial(
+            CAUSAL,
+            rj.DilationPattern((2048, 131072), (1, 8)),
+            seq_len=131072,
+            num_heads=4,
+            head_dim=128,
+            layout="zigzag",
+            strategy="all_to_all_ring",
+        ),
+        {"tpu": ("v5e:2x4", "v5p:2x2x2", "v6e:2x4"), "cuda": ("A100", "H100", "B200")},
+    ),
     "million exchange": Case(
         "1,048,576 tokens, 16 heads of 128, bfloat16, causal, contiguous; segments 2048, 32768, 2^20, rates 1, 8, 64",
         functools.partial(
@@ -138,6 +151,7 @@ class Row:
     compiled: bool = False
     error: str = ""
     seconds: float | None = None
+    sent_bytes: int = 0  # by a device, in all collectives, as planned
     argument_bytes: int | None = None
     output_bytes: int | None = None
     temporary_bytes: int | None = None
@@ -177,10 +191,10 @@ class Row:
         failures = []
         if needs_kernel and not self.kernels:
             failures.append("has no kernel")
-        if CASES[self.case].plan.keywords["strategy"] != "ring":
-            if self.exchanges == 0 or self.permutes:
-                failures.append(f"has {self.exchanges} exchanges and {self.permutes} permutes")
-        elif self.hop_permutes == 0:
+        strategy = CASES[self.case].plan.keywords["strategy"]
+        if (self.exchanges > 0) != (strategy != "ring") or (self.permutes > 0) != (strategy != "all_to_all"):
+            failures.append(f"has {self.exchanges} exchanges and {self.permutes} permutes")
+        if strategy == "ring" and self.hop_permutes == 0:
             failures.append("has no hop loop")
         failures += self._exchange_failures()
         by_kernel = needs_kernel or bool(self.kernels)
@@ -229,6 +243,8 @@ def measure(row: Row, implementation: str | None, with_options: bool) -> Row:
     kind = target.name.partition(":")[0].lower()
     plan = CASES[row.case].plan(ring_size=target.devices, device=kind)
     row.directions = max(branch.directions for branch in plan.branches)
+    both = row.part == "gradient"
+    row.sent_bytes = sum(b.sent(b.forward) + both * b.sent(b.backward) for b in plan.branches)
     spec = plan.spec._replace(implementation=implementation)
     with tempfile.TemporaryDirectory() as folder:
         dump_to = folder if isinstance(target, CudaTarget) else None
@@ -331,7 +347,8 @@ def table(rows: list[Row], platform: str) -> Table:
     """Returns a table with one row per program."""
     resources = "VMEM" if platform == "tpu" else "shared, registers, spills (forward / dq / dk, dv)"
     shown = Table(box=rich.box.SIMPLE_HEAD)
-    for title in ("case", "target", "pass", "compiled", "seconds", "GiB per device", "async permutes"):
+    titles = ("case", "target", "pass", "compiled", "seconds", "GiB per device", "MiB sent", "async permutes")
+    for title in titles:
         shown.add_column(title, justify="left" if title in ("case", "target", "pass") else "right")
     shown.add_column("hop loops: hidden by kernel / dots / all", justify="right")
     shown.add_column("elsewhere: hidden / all", justify="right")
@@ -349,6 +366,7 @@ def table(rows: list[Row], platform: str) -> Table:
             cells += [
                 f"{row.seconds:.1f}",
                 f"{row.device_bytes / GIB:.2f} of {limit:.0f}",
+                f"{row.sent_bytes / 2**20:.0f}",
                 f"{row.permutes_async} / {row.permutes}",
                 hidden,
                 f"{row.other_permutes_hidden} / {row.permutes - row.hop_permutes}",

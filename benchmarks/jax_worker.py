@@ -78,7 +78,8 @@ def heads(case: Case, size: int, **_):
 def ring(case: Case, size: int, strategy: str = "auto", **_):
     """Builds ringjax with the sequence sharded over a ring."""
     mesh = Mesh(np.array(jax.devices()[:size]), ("ring",))
-    layout = "zigzag" if case.causal and strategy in ("ring", "all_gather") else "contiguous"
+    rotates = strategy in ("ring", "all_gather", "all_to_all_ring")
+    layout = "zigzag" if case.causal and rotates else "contiguous"
     ring = rj.Ring(mesh, layout=layout, strategy=strategy)
     return ringjax_attention(case, ring), Placement(mesh, PartitionSpec(None, "ring"), layout, size)
 
