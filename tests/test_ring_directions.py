@@ -2,14 +2,16 @@
 
 import jax.numpy as jnp
 import pytest
-from cases import QUICK, Case, on_ring, ring_mesh, run, slow_unless
+from cases import QUICK, Case, assert_sharded_equals_oracle, on_ring, ring_mesh, run, slow_unless
 from test_ring import RingCase, assert_ring_equals_oracle, unordered_loops
+from test_ring_meshes import ALL, SHARED, explicit_mesh, in_shard_map
 from test_ring_program import Program, executed
 
 import ringjax as rj
 from ringjax._src.aot.schedule import parse
 from ringjax._src.branches import registry
-from ringjax._src.comm import mesh
+from ringjax._src.branches.ring import RingBranch
+from ringjax._src.comm import axes, mesh
 from ringjax._src.planning import branch_plan, costs
 
 
@@ -63,6 +65,34 @@ def test_gradients_from_both_sides_in_pieces_equal_the_oracle(monkeypatch):
     given = ring_case(5, layout="zigzag", is_causal=True, length=320, segment_lengths=(64, 320))
     assert [(b.pieces, b.directions) for b in given.branches if b.where != "local"] == [(2, 2)] * 2
     assert_ring_equals_oracle(given, "float64")
+
+
+MESHES = {
+    "ring": (ring_mesh, (1, 4, 2), ALL, SHARED),
+    "explicit ring": (explicit_mesh, (1, 4, 2), ALL, SHARED),
+    "two axes": (ring_mesh, (2, 4), ("node", "device"), {"axis_name": ("node", "device")}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_inside", [False, True], ids=["ring", "shard_map"])
+@pytest.mark.parametrize("name", MESHES)
+def test_gradients_from_both_sides_on_every_mesh_equal_the_oracle(name, is_inside, monkeypatch):
+    monkeypatch.setattr(axes, "device_of_kind", lambda platform, kind: "h100")
+    rotations, original = [], RingBranch._rotate_both_ways
+
+    def rotate_both_ways(self, *arguments):
+        rotations.append(self.comm.ring_devices)
+        return original(self, *arguments)
+
+    monkeypatch.setattr(RingBranch, "_rotate_both_ways", rotate_both_ways)
+    make_mesh, sizes, names, options = MESHES[name]
+    case = Case(length=144, kv_heads=2, q_per_kv=2, segment_lengths=(144,), dilation_rates=(3,), is_causal=True)
+    ring = rj.Ring(make_mesh(*sizes, names=names), layout="zigzag", strategy="ring", **options)
+    inside = {"head_axis": "tensor"} if "head_axis" in options else {}
+    attention = in_shard_map(ring, strategy="ring", **inside) if is_inside else None
+    assert_sharded_equals_oracle(case, ring, attention=attention)
+    assert set(rotations) == {8 if name == "two axes" else 4}
 
 
 PROGRAMS = {

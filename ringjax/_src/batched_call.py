@@ -37,7 +37,7 @@ class BatchedFunction(Hashable, Protocol):
 def batched_call(function: BatchedFunction, leading: Leading, *arrays: Array) -> list[Array]:
     """Calls a function on arrays with these leading axes.
 
-    The traced function is a parameter of the operation, as JAX looks there for meshes and for operations that need to
+    The traced function is a parameter of the operation, as JAX searches it for meshes and for operations that need to
     know the devices.
     """
     jaxpr = jax.jit(function.with_leading(leading)).trace(*arrays).jaxpr

@@ -95,7 +95,7 @@ class DilationPattern:
         mixing: Gradient of the mixing weights: ``"exact"``, or ``"detached"`` to treat them as constants, as torchscale
             does.
         padding: With ``"masked"``, a segment that is shorter than its branch's segment length, or not a multiple of the
-            rate, is exact: queries attend to its own keys only. With ``"zeros"``, it is filled up with keys and values
+            rate, is exact: queries attend to its own keys only. With ``"zeros"``, it is padded with keys and values
             of zeros, to which queries attend, as in torchscale: such a key has score 0 and adds to the softmax
             denominator only. Causal attention does not attend to them, so both are the same there. If sequences of a
             batch have different lengths, padding (negative segment ids) must follow their last position.

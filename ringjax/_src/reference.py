@@ -175,7 +175,7 @@ def _nonzero(total: Array) -> Array:
 def _zero_keys(branch: Branch, p: Array, lengths: Array) -> Array:
     """Counts the keys of zeros that each query attends to in a branch with ``padding="zeros"``: (B, K, R).
 
-    A segment of w positions is filled up to a multiple of the rate. Each head selects the same number of slots there;
+    A segment of w positions is padded to a multiple of the rate. Each head selects the same number of slots there;
     a slot after the end of the segment or of the sequence holds zeros.
     """
     lengths, p, r = lengths[:, None, None, None], p[None, None, :, None], branch.rate

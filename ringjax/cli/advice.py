@@ -63,7 +63,7 @@ def _coverage(job: PlanOptions) -> Iterator[Finding]:
     if longest < job.seq_len // 2:
         rate = 2 ** max(0, round(math.log2(job.seq_len / 16384)))
         about = f"a query attends to at most {longest:,} of {job.seq_len:,} positions in one layer"
-        yield Finding(about, f"add a branch that spans the sequence, such as --pattern ...,T/{rate}")
+        yield Finding(about, f"add a branch with the whole sequence as its segment, such as --pattern ...,T/{rate}")
 
 
 def _alignment(plan: Plan) -> Iterator[Finding]:

@@ -175,7 +175,7 @@ def _kernels() -> dict[str, str]:
 
 
 def _check(size: int) -> Check:
-    """Checks one local branch and one that spans the sequence, causal, with grouped-query attention."""
+    """Checks one local branch and one whose segment is the sequence, causal, with grouped-query attention."""
     chunk = 64 if size <= 32 else 16  # the reference is dense
     length = 2 * size * chunk
     devices = [jax.local_devices()[0]] if size == 1 else None

@@ -29,7 +29,7 @@ def save_heatmap(
     """Draws weights at the coordinates of their tiles and writes the picture as a PNG file.
 
     Colors show each weight divided by the mean of all. They range from the 1st to the 99th percentile, so that a few
-    tiles with large weights do not hide the others. Tiles in the same cell of the grid are averaged; places without
+    tiles with large weights do not hide the others. Tiles in the same cell of the grid are averaged; cells without
     tiles are gray.
 
     Args:

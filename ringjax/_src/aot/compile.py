@@ -92,7 +92,7 @@ def ring_mesh(target: Target) -> Mesh:
 
 
 def neighbor_cycle(grid: Sequence[int]) -> list[tuple[int, ...]]:
-    """Returns a Hamiltonian cycle through a grid: it visits every point once, in steps along one axis.
+    """Returns a Hamiltonian cycle through a grid: through every point once, in steps along one axis.
 
     Args:
         grid: Size of each axis.

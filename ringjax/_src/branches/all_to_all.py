@@ -1,8 +1,8 @@
 """Branches whose devices exchange heads: [DeepSpeed-Ulysses](https://arxiv.org/abs/2309.14509).
 
 Before the attention, a device has the selected rows of its own chunks for all heads; after the exchange, it has the
-rows of a whole *team* of devices for some of the heads, so it attends to whole segments. If a segment spans several
-teams, keys rotate along a ring of teams.
+rows of a whole *team* of devices for some of the heads, so it attends to whole segments. If several teams share a
+segment, keys rotate along a ring of teams.
 
     8 devices share a segment and exchange heads among 4:
     teams {0, 1, 2, 3} and {4, 5, 6, 7}, rings {0, 4}, {1, 5}, {2, 6} and {3, 7}

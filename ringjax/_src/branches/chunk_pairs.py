@@ -1,8 +1,8 @@
 """Which chunks of queries attend to which chunks of keys, for the rows of two devices.
 
 Contiguous: device ``i`` has chunk ``i``; its queries attend to all chunks of the segment, or, if causal, up to chunk
-``i``. Zigzag: device ``i`` of ``p`` has a front chunk ``i`` and a back chunk ``2p - 1 - i``. If causal and a segment
-spans all devices, every pair of devices has the same work:
+``i``. Zigzag: device ``i`` of ``p`` has a front chunk ``i`` and a back chunk ``2p - 1 - i``. If causal and all
+devices share a segment, every pair of devices has the same work, as pairs of a query chunk and a key chunk:
 
     keys of     the same device                     an earlier device              a later device
     pairs       front-front, back-back (diagonal),  back-front, front-front        back-front, back-back

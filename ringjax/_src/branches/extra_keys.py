@@ -79,7 +79,7 @@ def _with_keys(start: PartialSoftmax, shard: Shard, lse: Array) -> PartialSoftma
 def _num_zero_keys(spec: AttentionSpec, shard: Shard, branch: int, head: Array | int) -> Array:
     """Counts the zero keys that each row of this device attends to in one branch: (B or 1, c, K, 1).
 
-    A segment of ``w`` positions is filled up to ``ceil(w / r)`` rows per head, of which those within the segment and
+    A segment of ``w`` positions is padded to ``ceil(w / r)`` rows per head, of which those within the segment and
     the sequence exist. Rows that the head does not select attend to none.
     """
     _, r, _, _, offsets = given = spec.pattern.branches(spec.kv_heads, spec.seq_len)[branch]

@@ -182,7 +182,7 @@ class Ring:
     def shard(
         self, x: Shaped[ArrayLike, "*shape"], *, axis: int = 1, fill: float = 0
     ) -> Shaped[Array, "*stored_shape"]:
-        """Pads a sequence, puts it in the order of the layout and places it on the devices.
+        """Pads a sequence, reorders it for the layout and shards it over the devices.
 
         Axis 0 is sharded over `batch_axis` (if `axis` is 1), `axis` over `axis_name`, and axis 2 of an array of rank 4
         over `head_axis`. Arrays in host memory are sent to each device in parts. Also works under `jax.jit`.

@@ -181,7 +181,7 @@ def prefill(
             None. Its devices exchange only the rows of the cache, one branch at a time.
 
     Returns:
-        The filled cache.
+        The cache with the rows of the prompt.
 
     Raises:
         ValueError: If `key` and `value` differ in shape, do not match the shape or dtype of `cache`, `lengths` are out

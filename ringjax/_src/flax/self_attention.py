@@ -132,7 +132,7 @@ class SelfAttention:
     def prefill(
         self, qkv: Projected, cache: DecodeCache, lengths: ArrayLike | None, sink_logits: Array | None
     ) -> tuple[Array, DecodeCache]:
-        """Computes the attention of a prompt (B, T, heads, H) and returns it with the filled cache."""
+        """Computes the attention of a prompt (B, T, heads, H) and returns it with the cache."""
         query, key, value = qkv
         self.check_prompt(query.shape[1], cache.max_len, lengths)
         query, key = self.encode_positions(query, key, None, query.shape, cache.max_len)

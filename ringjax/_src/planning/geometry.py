@@ -146,7 +146,7 @@ def shared_selection(
 def team_spec(spec: AttentionSpec, branch: Branch, team_size: int) -> AttentionSpec:
     """Returns the attention call with teams of devices, which have exchanged heads, as devices.
 
-    A team of all devices has the rows of a segment that spans them all, or that is not aligned, in sequence order.
+    A team of all devices has the rows of a segment that they all share, or that is not aligned, in sequence order.
     """
     is_whole = spec.ring_size == team_size and (
         branch.segment_length == spec.stored_length or not shared_selection(spec, 0, branch)[0].is_aligned
