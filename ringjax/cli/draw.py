@@ -236,8 +236,9 @@ def _ring_text(job: PlanOptions) -> str:
         shown = "heads of each device" if s.exchange_devices > 1 else "source of the keys in each step"
         lines += ["", f"{s.name}: {s.where}; {s.about}; {shown}, and relative work:"]
         shade = np.ceil(s.work / max(s.work.max(), 1.0) * (len(_SHADES) - 1)).astype(int)
+        gap = " " if s.exchange_devices > 1 else ""
         for device, row in enumerate(s.labels):
-            cells = (f"{label:>3}{_SHADES[shade[device, step]]}" for step, label in enumerate(row))
+            cells = (f"{label:>3}{gap}{_SHADES[shade[device, step]]}" for step, label in enumerate(row))
             lines.append(f"{device:6d}: {' '.join(cells)}")
     return "\n".join(lines)
 
