@@ -149,12 +149,10 @@ class BranchPlan:
     @property
     def seconds(self) -> float:
         """Estimated time of forward and backward pass on the device of the spec, by which strategies are compared."""
-        work, ring = self.work_seconds, self.group.ring
-        back = ring if self.directions == 1 else ring // 2 + 1  # rounds, with those in which sums return
-        passes = (self.forward, self.hops, work), (self.backward, back if self.hops else 0, BACKWARD * work)
+        work = self.work_seconds
+        passes = (self.forward, work), (self.backward, BACKWARD * work)
         return sum(
-            costs.pass_seconds(self.spec, messages, self.exchange_devices, self.pieces * rounds, seconds)
-            for messages, rounds, seconds in passes
+            costs.pass_seconds(self.spec, messages, self.exchange_devices, seconds) for messages, seconds in passes
         )
 
     @functools.cached_property

@@ -207,28 +207,25 @@ def sink_messages(spec: AttentionSpec) -> tuple[Message, ...]:
     return _messages("all-reduce", spec.ring_size, (_sums(spec), size, int(spec.ring_size > 1)))
 
 
-def pass_seconds(spec: AttentionSpec, messages: tuple[Message, ...], team_size: int, rounds: int, work: float) -> float:
+def pass_seconds(spec: AttentionSpec, messages: tuple[Message, ...], team_size: int, work: float) -> float:
     """Estimates the time of a pass: hops overlap with computation, and other messages do not.
 
     Args:
         spec: The attention call.
         messages: The messages of the pass.
         team_size: Number of neighboring devices that form a team, between which hops go; 1 without teams.
-        rounds: Number of rounds of hops; those of a round travel at once, unless devices share cores.
         work: Seconds of computation.
     """
     device = device_named(spec.device)
-    hopping = waiting = 0.0
-    waits = rounds
+    hopping = waiting = latency = 0.0
     for message in messages:
         is_hop = message.op == "collective-permute"
-        seconds = message.sent / message_bandwidth(spec, message, team_size)
-        hopping += is_hop * seconds
-        waiting += (not is_hop) * seconds
-        waits += 0 if is_hop else message.number
-    if device.shares_cores:
-        return work + hopping + waiting + sum(message.number for message in messages) * device.latency
-    return work + max(hopping - work, _EXPOSED * hopping) + waiting + waits * device.latency
+        bandwidth = message_bandwidth(spec, message, team_size)
+        hopping += is_hop * message.sent / bandwidth
+        waiting += (not is_hop) * message.sent / bandwidth
+        latency += message.number * device.latency
+    exposed = hopping if device.shares_cores else max(hopping - work, _EXPOSED * hopping)
+    return work + exposed + waiting + latency
 
 
 def message_bandwidth(spec: AttentionSpec, message: Message, team_size: int) -> float:
