@@ -49,10 +49,11 @@ def readme_table(compare: Table) -> list[str]:
 def readme_block(metadata: dict, tables: Sequence[Table]) -> str:
     """Returns the performance section of the README."""
     by_name = {table.name: table for table in tables}
-    versions = ", ".join(f"{name} {version}" for name, version in metadata["versions"].items() if name != "ringjax")
+    compare = by_name["compare"]  # its versions, as the last run may have measured other tables
+    versions = ", ".join(part for part in compare.run.split(", ") if part.startswith(("jax ", "torch ")))
     machine, million = metadata["machine"], by_name["million"].rows[1]
     overhead = max(x for x in column(by_name["ring-time"], "ring of 8") if isinstance(x, float))
-    lines = "\n".join(readme_table(by_name["compare"]))
+    lines = "\n".join(readme_table(compare))
     where = f"{machine['processor']}, {machine['cores']} shared cores; {versions}"
     return f"""Compared with [LongNet on PyTorch's CPU flash attention operator](benchmarks/torch_worker.py),
 with the same outputs and gradients ({where}).

@@ -299,7 +299,7 @@ def test_a_ring_over_two_axes_exchanges_heads_within_a_machine(capsys):
     assert links[0] == links[1]  # 16 GPUs are two machines, whichever axes they are on
     assert estimate(dataclasses.replace(job, ring_size=8).plan()).forward[-1].link < links[0] / 8
     assert main([*machines, "3"]) == 2
-    assert "--inner-devices must divide --ring 16, got 3" in capsys.readouterr().err
+    assert "--inner-devices must divide --ring, got 3 and 16" in capsys.readouterr().err
 
 
 def test_best_choice_is_that_of_the_strategy_auto():

@@ -237,7 +237,7 @@ def test_plan_names_the_best_layout(options, best):
 
 
 def test_inner_devices_must_divide_the_ring():
-    with pytest.raises(ValueError, match="`inner_devices` must divide `ring_size`, 8, got 3"):
+    with pytest.raises(ValueError, match="`inner_devices` must divide `ring_size`, got 3 and 8"):
         rj.plan(rj.DilationPattern((64,), (1,)), seq_len=64, num_heads=4, head_dim=8, ring_size=8, inner_devices=3)
 
 

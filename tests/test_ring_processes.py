@@ -86,6 +86,7 @@ def test_teams_within_processes_equal_oracle():
         'np.array(jax.devices()), ("ring",)', 'np.array(jax.devices()).reshape(2, 2), ("node", "device")'
     )
     script = script.replace('strategy="ring"', 'strategy="all_to_all_ring", axis_name=("node", "device")')
+    assert script.count('"node"') == 2
     assert_equals_oracle(script, num_processes=2, devices=2)
 
 

@@ -223,8 +223,6 @@ class PlanOptions:
                 f"--ring times --kv-heads must be at most {_MOST_CHUNK_HEADS // 2:,}, "
                 f"got {self.ring_size} times {self.kv_heads}"
             )
-        if self.inner_devices is not None and self.ring_size % self.inner_devices:
-            raise ValueError(f"--inner-devices must divide --ring {self.ring_size}, got {self.inner_devices}")
         sizes = {name: getattr(self, name) for name in _SIZES}
         return plan(self.pattern, device=self.device or "tpu", **sizes)
 

@@ -271,7 +271,7 @@ def plan(
     check_choice("strategy", strategy, tuple(STRATEGIES))
     inner = check_optional(check_int, "inner_devices", inner_devices)
     if inner is not None and ring_size % inner:
-        raise ValueError(f"`inner_devices` must divide `ring_size`, {ring_size}, got {inner}.")
+        raise ValueError(f"`inner_devices` must divide `ring_size`, got {inner} and {ring_size}.")
     layout = layout_for(layout, ring_size)
     multiple = layout_named(layout).multiple(ring_size)
     least = -(-seq_len // multiple) * multiple
